@@ -1,0 +1,1 @@
+"""What teams owe: meters, prices and cost. Knows teams, not sandboxes."""

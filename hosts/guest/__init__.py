@@ -1,0 +1,1 @@
+"""What runs inside a guest, and how it is built. Imports no Django."""

@@ -1,0 +1,1 @@
+"""The storage engine: blocks, packs, index, cache, export, overlay. Imports no Django."""

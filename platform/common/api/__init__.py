@@ -1,0 +1,1 @@
+"""What every endpoint shares: the envelope, errors and view bases."""

@@ -1,0 +1,1 @@
+"""Runs all of Sandkeep on one machine: services, images, processes."""

@@ -1,0 +1,1 @@
+"""The product: templates, sandboxes, contexts, files and the terminal."""
