@@ -1,0 +1,20 @@
+"""What `dramatiq config.worker` loads: Django, the broker, then every actor."""
+
+import os
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "config.settings")
+
+import django
+
+django.setup()
+
+from django.conf import settings
+
+from common.queue import broker
+
+import sandboxes.actors
+
+# A worker consumes the queues that are declared; no actor is bound to this one by name.
+broker.declare_queue(f"host.{settings.HOST_NAME}")
+
+__all__ = ["broker", "sandboxes"]
