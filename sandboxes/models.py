@@ -111,9 +111,7 @@ class Sandbox(models.Model):
         settings.AUTH_USER_MODEL, models.SET_NULL, null=True, related_name="+"
     )
     api_key = models.ForeignKey(ApiKey, models.SET_NULL, null=True, related_name="+")
-    template = models.ForeignKey(
-        Template, models.SET_NULL, null=True, related_name="sandboxes"
-    )
+    template = models.ForeignKey(Template, models.SET_NULL, null=True, related_name="sandboxes")
     template_name = models.CharField(max_length=255)
     volume = models.OneToOneField(Volume, models.PROTECT, related_name="sandbox")
 

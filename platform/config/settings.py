@@ -41,10 +41,7 @@ INSTALLED_APPS = [
     "sandboxes",
 ]
 
-# The API is called with a bearer token alone, so its requests skip the console's stack and,
-# while they wait, hold no thread (see `common.api.routing`).
-MIDDLEWARE = ["common.api.routing.by_path"]
-CONSOLE_MIDDLEWARE = [
+MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
     "csp.middleware.CSPMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
@@ -57,6 +54,9 @@ CONSOLE_MIDDLEWARE = [
     "allauth.account.middleware.AccountMiddleware",
     "accounts.web.middleware.CurrentTeamMiddleware",
 ]
+# The API is called with a bearer token alone: under ASGI its requests go past the console's
+# stack and, while they wait, hold no thread (see `common.api.routing.ApiHandler`).
+API_MIDDLEWARE = ["common.api.routing.request_id"]
 API_PREFIXES = (
     "/api/v1/",
     "/api-keys",
@@ -149,8 +149,10 @@ ACCOUNT_RATE_LIMITS = {
     "confirm_email": "1/m/key",
 }
 ACCOUNT_PREVENT_ENUMERATION = True
-EMAIL_BACKEND = "common.mail.ConsoleAndFileBackend" if DEBUG else env.text(
-    "EMAIL_BACKEND", "django.core.mail.backends.smtp.EmailBackend"
+EMAIL_BACKEND = (
+    "common.mail.ConsoleAndFileBackend"
+    if DEBUG
+    else env.text("EMAIL_BACKEND", "django.core.mail.backends.smtp.EmailBackend")
 )
 EMAIL_HOST = env.text("EMAIL_HOST", "localhost")
 EMAIL_PORT = env.integer("EMAIL_PORT", 25)
