@@ -1,6 +1,10 @@
 """Why a request about a sandbox is refused."""
 
+from typing import ClassVar
+
 from common.errors import Refused, Unavailable
+
+_SHOWN_CHARS = 200
 
 
 class WrongState(Refused):
@@ -114,3 +118,157 @@ class Gone(Refused):
 
     def __str__(self) -> str:
         return "No such sandbox."
+
+
+class PathRefused(Refused):
+    """A file operation that the paths do not allow; `path` is what the client sent."""
+
+    reason: ClassVar[str]
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __str__(self) -> str:
+        shown = self.path if len(self.path) <= _SHOWN_CHARS else self.path[:_SHOWN_CHARS] + "…"
+        return f"{shown}: {self.reason}"
+
+
+class BadPath(Refused):
+    code = "bad_request"
+    status = 400
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(field, reason)
+        self.field = field
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.reason}"
+
+
+class FileMissing(PathRefused):
+    code = "file_not_found"
+    status = 404
+    reason = "no such file or directory."
+
+
+class DirectoryMissing(PathRefused):
+    code = "directory_not_found"
+    status = 404
+    reason = "no such directory."
+
+
+class FilePermissionDenied(PathRefused):
+    code = "permission_denied"
+    status = 403
+    reason = "permission denied."
+
+
+class PathExists(PathRefused):
+    code = "path_exists"
+    status = 409
+    reason = "it exists already."
+
+
+class PathNotDirectory(PathRefused):
+    code = "path_not_directory"
+    status = 409
+    reason = "it is, or leads through, something that is no directory."
+
+
+class PathNotFile(PathRefused):
+    code = "path_not_file"
+    status = 409
+    reason = "it is no regular file."
+
+
+class FileTooLarge(Refused):
+    code = "file_too_large"
+    status = 413
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self.limit_bytes = limit_bytes
+
+    def __str__(self) -> str:
+        return f"A file may be written with at most {self.limit_bytes} bytes in one request."
+
+
+class BodyIncomplete(Refused):
+    """The upload ended before its announced length; nothing was changed."""
+
+    code = "bad_request"
+    status = 400
+
+    def __str__(self) -> str:
+        return "The body ended before its Content-Length. The file is as it was."
+
+
+class DiskFull(PathRefused):
+    code = "no_space"
+    status = 507
+    reason = "no space is left on the sandbox's disk."
+
+
+class FileOperationFailed(PathRefused):
+    """The file system refused for a reason that SFTP does not name."""
+
+    code = "operation_failed"
+    status = 500
+    reason = "the sandbox's file system refused the operation."
+
+
+class FilesLost(Unavailable):
+    """The session on the files ended under the operation; its outcome is unknown."""
+
+    code = "unavailable"
+
+    def __str__(self) -> str:
+        return "The connection to the sandbox's files broke. Try again in a moment."
+
+
+class ContextRefused(Refused):
+    """What a guest's agent answered to a request about a context."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidContextRequest(ContextRefused):
+    code = "invalid_request"
+    status = 400
+
+
+class ContextNotFound(ContextRefused):
+    code = "context_not_found"
+    status = 404
+
+
+class ProcessFinished(ContextRefused):
+    code = "process_finished"
+    status = 410
+
+
+class ProcessNotRunning(ContextRefused):
+    code = "process_not_running"
+    status = 409
+
+
+class InputBufferFull(ContextRefused):
+    code = "input_buffer_full"
+    status = 409
+
+
+class PtyUnavailable(ContextRefused):
+    code = "pty_unavailable"
+    status = 400
+
+
+class ContextNotCreated(ContextRefused):
+    code = "create_failed"
+    status = 500

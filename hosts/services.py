@@ -1,0 +1,179 @@
+"""Placing guests on the fleet, and who may write to a volume."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from ipaddress import IPv4Network
+from uuid import UUID
+
+from django.db import transaction
+from django.db.models import F
+from django.utils import timezone
+
+from hosts.errors import NoCapacity, StaleEpoch, VolumeBusy
+from hosts.models import Generation, Host, Placement, Volume
+
+# .0 is the network, .1 its gateway; the last is broadcast.
+FIRST_GUEST_INDEX = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostReport:
+    """What a host's worker tells of its machine at each heartbeat."""
+
+    used_bytes: int
+    cpu_count: int
+    versions: dict[str, str]
+
+
+def place(*, guest_uuid: UUID, memory_bytes: int, prefer: Host | None = None) -> Placement:
+    """Promise a guest memory and an address on a host; the same guest keeps its place.
+
+    The preferred host comes first (it still holds the guest's disk), then the fullest with
+    room: filling the fullest keeps empty hosts empty, so that they can be taken away.
+
+    Raises:
+        NoCapacity: no open, living host has the room or an address.
+    """
+    with transaction.atomic():
+        placement = Placement.objects.select_for_update().filter(pk=guest_uuid).first()
+        if placement is not None:
+            return placement
+        candidates = Host.objects.with_room_for(memory_bytes).select_for_update()
+        hosts = sorted(
+            candidates,
+            key=lambda host: (host != prefer, -host.promised_bytes, host.pk),
+        )
+        for host in hosts:
+            address = _free_address(host)
+            if address is None:
+                continue
+            host.promised_bytes += memory_bytes
+            host.save(update_fields=["promised_bytes"])
+            return Placement.objects.create(
+                guest_uuid=guest_uuid, host=host, memory_bytes=memory_bytes, address=address
+            )
+    raise NoCapacity(memory_bytes)
+
+
+def _free_address(host: Host) -> str | None:
+    """Return the address that was free the longest, so that a fresh guest rarely gets one
+    that its neighbours still remember."""
+    taken = set(host.placements.values_list("address", flat=True))
+    network = IPv4Network(host.subnet)
+    size = network.num_addresses - 1 - FIRST_GUEST_INDEX
+    latest = host.placements.order_by("-created_at").values_list("address", flat=True).first()
+    start = 0
+    if latest is not None:
+        start = int.from_bytes(bytes(map(int, latest.split(".")))) - int(network[0])
+        start = start - FIRST_GUEST_INDEX + 1
+    for step in range(size):
+        address = str(network[FIRST_GUEST_INDEX + (start + step) % size])
+        if address not in taken:
+            return address
+    return None
+
+
+def release_place(guest_uuid: UUID) -> None:
+    """Take a guest's promise and address back. Does nothing if it has none."""
+    with transaction.atomic():
+        placement = Placement.objects.filter(pk=guest_uuid).first()
+        if placement is None:
+            return
+        # The host before the placement, as `place` takes them: the other order can deadlock.
+        Host.objects.select_for_update().get(pk=placement.host_id)
+        deleted, _ = Placement.objects.filter(pk=guest_uuid).delete()
+        if deleted:
+            Host.objects.filter(pk=placement.host_id).update(
+                promised_bytes=F("promised_bytes") - placement.memory_bytes
+            )
+
+
+def attach_volume(volume_id: UUID, *, host: Host, purpose: Volume.Purpose) -> Volume:
+    """Give a host the right to write to a volume, under a new epoch.
+
+    A host that has it for this purpose already keeps its epoch, so that a retry finds the
+    disk which an earlier try attached.
+
+    Raises:
+        VolumeBusy: another host, or this one for another purpose, has it.
+    """
+    with transaction.atomic():
+        volume = Volume.objects.select_for_update().select_related("head").get(pk=volume_id)
+        if volume.attached_host_id is not None:
+            if volume.attached_host_id != host.pk or volume.attached_for != purpose:
+                raise VolumeBusy(volume.pk, volume.attached_host_id)
+            return volume
+        volume.epoch += 1
+        volume.attached_host = host
+        volume.attached_for = purpose
+        volume.files_ready_at = None
+        volume.save(
+            update_fields=["epoch", "attached_host", "attached_for", "files_ready_at"]
+        )
+        return volume
+
+
+def detach_volume(volume_id: UUID, *, epoch: int) -> None:
+    """Take the right back that was given with this epoch. Does nothing if it is gone."""
+    Volume.objects.filter(pk=volume_id, epoch=epoch).update(
+        attached_host=None, attached_for=Volume.Purpose.NONE, files_ready_at=None
+    )
+
+
+def mark_files_ready(volume_id: UUID, *, epoch: int, at: datetime | None) -> None:
+    """Say that a paused volume's files are (`at`) or are no longer (None) served."""
+    Volume.objects.filter(
+        pk=volume_id, epoch=epoch, attached_for=Volume.Purpose.FILES
+    ).update(files_ready_at=at)
+
+
+def publish_generation(
+    volume_id: UUID,
+    *,
+    epoch: int,
+    kind: Generation.Kind,
+    root_key: str,
+    size_bytes: int,
+    blocks_changed: int = 0,
+    uploaded_bytes: int = 0,
+    index_bytes: int = 0,
+    stored_bytes: int = 0,
+) -> Generation:
+    """Move a volume's head to a new generation; the same root again changes nothing.
+
+    To be called when every object that the root names is stored, and never before.
+
+    Raises:
+        StaleEpoch: the volume was given to someone else since.
+    """
+    with transaction.atomic():
+        volume = Volume.objects.select_for_update().select_related("head").get(pk=volume_id)
+        if volume.epoch != epoch or volume.deleted_at is not None:
+            raise StaleEpoch(volume_id, epoch)
+        if volume.head is not None and volume.head.root_key == root_key:
+            return volume.head
+        generation = Generation.objects.create(
+            volume=volume,
+            number=volume.head.number + 1 if volume.head else 0,
+            epoch=epoch,
+            kind=kind,
+            root_key=root_key,
+            size_bytes=size_bytes,
+            blocks_changed=blocks_changed,
+            uploaded_bytes=uploaded_bytes,
+            index_bytes=index_bytes,
+            stored_bytes=stored_bytes,
+        )
+        volume.head = generation
+        volume.save(update_fields=["head"])
+        return generation
+
+
+def record_heartbeat(host: Host, report: HostReport) -> None:
+    """Note that the host's worker lives, and what it says of its machine."""
+    Host.objects.filter(pk=host.pk).update(
+        seen_at=timezone.now(),
+        used_bytes=report.used_bytes,
+        cpu_count=report.cpu_count,
+        versions=report.versions,
+    )

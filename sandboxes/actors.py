@@ -1,0 +1,76 @@
+"""How the work of `sandboxes.operations` reaches a host's worker.
+
+An actor takes ids, and calls one operation: what to do is decided there, when to try again
+here. A message may arrive twice or late, so operations are safe to repeat. Each is sent to
+the queue of one host, which only that host's worker reads.
+"""
+
+from typing import Any
+
+import dramatiq
+
+from common.errors import Refused
+from common.queue import send_to
+from common.units import MINUTE
+from sandboxes import operations
+
+
+HostActor = dramatiq.Actor[Any, Any]
+
+# Longer than any boot or upload that still makes progress; both have time-outs of their own.
+TIME_LIMIT_MS = 60 * MINUTE * 1000
+# A customer waits: try again soon, and never so seldom that a cured fault goes unnoticed.
+RETRY = {"max_retries": None, "min_backoff": 500, "max_backoff": 15_000}
+# A heartbeat that could not be taken in time is worth nothing; the next one is due.
+WATCH_MAX_AGE_MS = 6_000
+
+
+def send(actor: HostActor, queue_name: str, *args: object) -> None:
+    """Send an actor's message to a host's queue."""
+    send_to(queue_name, actor, *args)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+def boot_sandbox(sandbox_id: str) -> None:
+    """Start the guest of a sandbox that is starting or resuming."""
+    operations.boot(sandbox_id)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+def pause_sandbox(sandbox_id: str) -> None:
+    """Carry a pause out. Retried without end: what it uploads is the only copy."""
+    queue_name = operations.pause(sandbox_id)
+    if queue_name is not None:
+        send(boot_sandbox, queue_name, sandbox_id)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+def destroy_sandbox(sandbox_id: str) -> None:
+    """Take a sandbox down that is being deleted. Retried until it is gone: it costs us."""
+    operations.destroy(sandbox_id)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, max_retries=3)
+def checkpoint_sandbox(sandbox_id: str) -> None:
+    """Commit the disk of a sandbox that runs on."""
+    operations.checkpoint(sandbox_id)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, max_retries=3, min_backoff=500)
+def open_files(sandbox_id: str) -> None:
+    """Serve the files of a paused sandbox."""
+    operations.open_files(sandbox_id)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+def close_files(sandbox_id: str) -> None:
+    """Commit what was written to a paused sandbox's files, and serve them no longer."""
+    operations.close_files(sandbox_id)
+
+
+@dramatiq.actor(time_limit=MINUTE * 1000, max_age=WATCH_MAX_AGE_MS, max_retries=0)
+def watch_host() -> None:
+    """Beat the host's heart, and see to what died or was left over on it."""
+    for actor_name, sandbox_id in operations.watch_host():
+        actor = dramatiq.get_broker().get_actor(actor_name)
+        send(actor, operations.this_queue(), sandbox_id)

@@ -1,0 +1,356 @@
+"""What a request may ask of a sandbox. Each function records it and queues the work."""
+
+from datetime import timedelta
+from functools import partial
+
+from django.conf import settings
+from django.db import IntegrityError, transaction
+from django.db.models import F
+from django.utils import timezone
+
+from accounts.models import ApiKey, Team, User
+from hosts.errors import NoCapacity
+from hosts.models import Host, Volume
+from hosts.services import attach_volume, place
+from sandboxes import actors, lifecycle
+from sandboxes.errors import (
+    BadLimit,
+    IdempotencyConflict,
+    TemplateNotFound,
+    TemplateNotReady,
+    WrongState,
+)
+from sandboxes.events import announce
+from sandboxes.lifecycle import deadline
+from sandboxes.models import ClaimRecord, Sandbox, Template, new_sandbox_id
+
+State = Sandbox.State
+
+# Five random letters can collide; four tries in a row will not.
+ID_TRIES = 4
+
+
+def claim_sandbox(
+    *,
+    team: Team,
+    template_id: str,
+    user: User | None = None,
+    api_key: ApiKey | None = None,
+    memory_bytes: int | None = None,
+    ttl_s: int = 0,
+    hard_ttl_s: int = 0,
+    auto_resume: bool = True,
+    env_vars: dict[str, str] | None = None,
+    idempotency_key: str | None = None,
+    body_digest: str = "",
+) -> Sandbox:
+    """Record a new sandbox of the team, with a place on a host, and queue its boot.
+
+    With an idempotency key, the same body again returns the sandbox of the first call.
+
+    Raises:
+        TemplateNotFound, TemplateNotReady, BadLimit, QuotaExceeded, NoCapacity: nothing
+            was recorded.
+        IdempotencyConflict: the key came with another body before.
+    """
+    _check_limits(ttl_s, hard_ttl_s)
+    with transaction.atomic():
+        team = lifecycle.lock_team(team)
+        if idempotency_key is not None:
+            earlier = _earlier_claim(team, idempotency_key, body_digest)
+            if earlier is not None:
+                return earlier
+        template = _ready_template(team, template_id)
+        lifecycle.check_running_quota(team)
+        lifecycle.check_paused_quota(team)
+        now = timezone.now()
+        sandbox = Sandbox(
+            team=team,
+            created_by=user or (api_key.created_by if api_key else None),
+            api_key=api_key,
+            template=template,
+            template_name=template.template_id,
+            memory_bytes=memory_bytes or template.memory_bytes,
+            env_vars=template.spec.get("envVars", {}) | (env_vars or {}),
+            ttl_s=ttl_s,
+            hard_ttl_s=hard_ttl_s,
+            expires_at=deadline(now, ttl_s),
+            hard_expires_at=deadline(now, hard_ttl_s),
+            auto_resume=auto_resume,
+            claimed_at=now,
+        )
+        placement = place(guest_uuid=sandbox.uuid, memory_bytes=sandbox.memory_bytes)
+        sandbox.host = placement.host
+        sandbox.address = placement.address
+        # The head of the template's disk: nothing is copied.
+        sandbox.volume = Volume.objects.create(head=template.generation)
+        _insert(sandbox)
+        if idempotency_key is not None:
+            ClaimRecord.objects.create(
+                team=team, key=idempotency_key, body_digest=body_digest, sandbox=sandbox
+            )
+        announce(sandbox)
+        _send_to_host(actors.boot_sandbox, sandbox, placement.host)
+    return sandbox
+
+
+def _check_limits(ttl_s: int, hard_ttl_s: int) -> None:
+    if ttl_s and hard_ttl_s and ttl_s > hard_ttl_s:
+        raise BadLimit("ttl", "must not be longer than hard_ttl")
+
+
+def _earlier_claim(team: Team, key: str, body_digest: str) -> Sandbox | None:
+    record = (
+        ClaimRecord.objects.filter(team=team, key=key).select_related("sandbox").first()
+    )
+    if record is None:
+        return None
+    if record.body_digest != body_digest:
+        raise IdempotencyConflict
+    return record.sandbox
+
+
+def _ready_template(team: Team, template_id: str) -> Template:
+    """Return the team's template of this id, or else the public one."""
+    found = Template.objects.visible_to(team).filter(template_id=template_id.lower())
+    template = found.order_by(F("team_id").asc(nulls_last=True)).first()
+    if template is None:
+        raise TemplateNotFound(template_id)
+    if not template.is_ready:
+        raise TemplateNotReady(template_id)
+    return template
+
+
+def _insert(sandbox: Sandbox) -> None:
+    for attempt in range(ID_TRIES):
+        sandbox.id = new_sandbox_id(settings.CLUSTER_KEY, sandbox.template_name)
+        try:
+            with transaction.atomic():
+                sandbox.save(force_insert=True)
+        except IntegrityError:
+            if attempt == ID_TRIES - 1:
+                raise
+        else:
+            return
+
+
+def pause_sandbox(
+    *, sandbox: Sandbox, reason: Sandbox.PauseReason = Sandbox.PauseReason.REQUEST
+) -> Sandbox:
+    """Stop billing the sandbox and queue its pause; pausing a paused one changes nothing.
+
+    Raises:
+        WrongState: it neither runs nor sleeps.
+    """
+    with transaction.atomic():
+        sandbox = _locked(sandbox)
+        if sandbox.state in (State.PAUSED, State.PAUSING):
+            if sandbox.resume_when_paused:
+                sandbox.resume_when_paused = False
+                sandbox.save(update_fields=["resume_when_paused"])
+            return sandbox
+        if sandbox.state != State.RUNNING:
+            raise WrongState(sandbox.wire_status, State.PAUSED)
+        lifecycle.begin_pause(sandbox, reason)
+        _send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
+    return sandbox
+
+
+def resume_sandbox(*, sandbox: Sandbox) -> Sandbox:
+    """Queue a paused sandbox's start; resuming one that runs or starts changes nothing.
+
+    One that is on its way to sleep is woken as soon as it is there.
+
+    Raises:
+        QuotaExceeded, NoCapacity: it sleeps on.
+        WrongState: it failed or is being deleted.
+    """
+    with transaction.atomic():
+        sandbox = _locked(sandbox)
+        if sandbox.state in (State.RUNNING, State.STARTING, State.RESUMING):
+            return sandbox
+        if sandbox.state == State.PAUSING:
+            if not sandbox.resume_when_paused:
+                sandbox.resume_when_paused = True
+                sandbox.save(update_fields=["resume_when_paused"])
+                # It may wait for the object store: then it can start again at once.
+                _send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
+            return sandbox
+        if sandbox.state != State.PAUSED:
+            raise WrongState(sandbox.wire_status, State.RUNNING)
+        lifecycle.begin_resume(sandbox)
+        _send_to_host(actors.boot_sandbox, sandbox, sandbox.host)
+    return sandbox
+
+
+def delete_sandbox(*, sandbox: Sandbox) -> None:
+    """Stop billing the sandbox and queue its end; nothing of it can be had back."""
+    with transaction.atomic():
+        sandbox = _locked(sandbox)
+        if sandbox.state == State.DELETED:
+            return
+        host = sandbox.host or sandbox.volume.attached_host
+        if sandbox.state != State.TERMINATING:
+            lifecycle.begin_termination(sandbox)
+        if host is None:
+            # Asleep, on no host: there is nothing to take down.
+            lifecycle.end_termination(sandbox)
+            return
+        _send_to_host(actors.destroy_sandbox, sandbox, host)
+
+
+def update_lifetime(
+    *,
+    sandbox: Sandbox,
+    ttl_s: int | None = None,
+    hard_ttl_s: int | None = None,
+    auto_resume: bool | None = None,
+) -> Sandbox:
+    """Change how long the sandbox may run and live; what is None stays as it is.
+
+    Limits count from now. A paused sandbox's `ttl` starts to count when it resumes.
+
+    Raises:
+        BadLimit: the ttl would outlast the hard ttl.
+        WrongState: it is being deleted.
+    """
+    with transaction.atomic():
+        sandbox = _locked(sandbox)
+        _refuse_if_ending(sandbox)
+        _check_limits(
+            sandbox.ttl_s if ttl_s is None else ttl_s,
+            sandbox.hard_ttl_s if hard_ttl_s is None else hard_ttl_s,
+        )
+        now = timezone.now()
+        if ttl_s is not None:
+            sandbox.ttl_s = ttl_s
+            if sandbox.state not in (State.PAUSED, State.PAUSING):
+                sandbox.expires_at = deadline(now, ttl_s)
+        if hard_ttl_s is not None:
+            sandbox.hard_ttl_s = hard_ttl_s
+            sandbox.hard_expires_at = deadline(now, hard_ttl_s)
+        if auto_resume is not None:
+            sandbox.auto_resume = auto_resume
+        sandbox.save(
+            update_fields=[
+                "ttl_s",
+                "hard_ttl_s",
+                "expires_at",
+                "hard_expires_at",
+                "auto_resume",
+                "updated_at",
+            ]
+        )
+        announce(sandbox)
+    return sandbox
+
+
+def refresh_sandbox(*, sandbox: Sandbox, duration_s: int | None = None) -> Sandbox:
+    """Push both deadlines out from now; `duration_s` replaces the span of the soft one.
+
+    Raises:
+        BadLimit: the duration would outlast the hard limit.
+        WrongState: it is being deleted.
+    """
+    with transaction.atomic():
+        sandbox = _locked(sandbox)
+        _refuse_if_ending(sandbox)
+        now = timezone.now()
+        span_s = sandbox.ttl_s if duration_s is None else duration_s
+        _check_limits(span_s, sandbox.hard_ttl_s)
+        if sandbox.state not in (State.PAUSED, State.PAUSING):
+            sandbox.expires_at = deadline(now, span_s)
+        sandbox.hard_expires_at = deadline(now, sandbox.hard_ttl_s)
+        sandbox.save(update_fields=["expires_at", "hard_expires_at", "updated_at"])
+        announce(sandbox)
+    return sandbox
+
+
+def update_memory(*, sandbox: Sandbox, memory_bytes: int) -> Sandbox:
+    """Give the sandbox another size of memory. A running one restarts on its files.
+
+    Raises:
+        WrongState: it is neither running nor paused; ask again when it is.
+    """
+    with transaction.atomic():
+        sandbox = _locked(sandbox)
+        _refuse_if_ending(sandbox)
+        if sandbox.memory_bytes == memory_bytes:
+            return sandbox
+        if sandbox.state not in (State.RUNNING, State.PAUSED):
+            raise WrongState(sandbox.wire_status, "given another size of memory")
+        sandbox.memory_bytes = memory_bytes
+        sandbox.save(update_fields=["memory_bytes", "updated_at"])
+        if sandbox.state == State.RUNNING:
+            lifecycle.begin_pause(sandbox, Sandbox.PauseReason.MEMORY, then_resume=True)
+            _send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
+        announce(sandbox)
+    return sandbox
+
+
+def checkpoint_sandbox(*, sandbox: Sandbox) -> None:
+    """Queue a commit of a running sandbox's disk.
+
+    Raises:
+        WrongState: it does not run.
+    """
+    if sandbox.state != State.RUNNING:
+        raise WrongState(sandbox.wire_status, "checkpointed")
+    with transaction.atomic():
+        _send_to_host(actors.checkpoint_sandbox, sandbox, sandbox.host)
+
+
+def request_files(*, sandbox: Sandbox) -> None:
+    """Ask a host to serve a paused sandbox's files; does nothing while one does.
+
+    They are served once `volume.files_ready_at` is set.
+
+    Raises:
+        NoCapacity: no host lives.
+        WrongState: it does not sleep (any more).
+    """
+    with transaction.atomic():
+        sandbox = _locked(sandbox)
+        if sandbox.state != State.PAUSED:
+            raise WrongState(sandbox.wire_status, "read while paused")
+        volume = sandbox.volume
+        if volume.files_ready_at is not None:
+            return
+        host = volume.attached_host
+        if host is None:
+            host = _host_for_files()
+            attach_volume(volume.pk, host=host, purpose=Volume.Purpose.FILES)
+        _send_to_host(actors.open_files, sandbox, host)
+
+
+def _host_for_files() -> Host:
+    """Return the living host with the least promised; files need next to no memory."""
+    host = Host.objects.alive().filter(is_open=True).order_by("promised_bytes", "pk").first()
+    if host is None:
+        raise NoCapacity(0)
+    return host
+
+
+def _locked(sandbox: Sandbox) -> Sandbox:
+    """Read the sandbox again, its row locked until the transaction ends."""
+    return (
+        Sandbox.objects.select_for_update(of=("self",))
+        .select_related("team", "host", "volume__attached_host", "volume__head")
+        .get(pk=sandbox.pk)
+    )
+
+
+def _refuse_if_ending(sandbox: Sandbox) -> None:
+    if sandbox.state in (State.TERMINATING, State.DELETED):
+        raise WrongState(sandbox.wire_status, "changed")
+
+
+def _send_to_host(actor: actors.HostActor, sandbox: Sandbox, host: Host | None) -> None:
+    assert host is not None
+    transaction.on_commit(partial(actors.send, actor, host.queue, sandbox.id))
+
+
+def forget_old_claims() -> None:
+    """Drop idempotency keys that nobody will repeat any more."""
+    horizon = timezone.now() - timedelta(days=ClaimRecord.KEPT_DAYS)
+    ClaimRecord.objects.filter(created_at__lt=horizon).delete()
