@@ -12,12 +12,12 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from common.units import DAY, HOUR, KiB, MINUTE
+from common.units import DAY, HOUR, MINUTE, KiB
 
 register = template.Library()
 
 CENT = Decimal("0.01")
-NOTHING = "–"
+NOTHING = "\N{EN DASH}"
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -121,3 +121,9 @@ def shown(name: str) -> str:
 def urlpath(path: str) -> str:
     """Quote a path for a query string, byte for byte."""
     return quote(path.encode("utf-8", "surrogateescape"), safe="/")
+
+
+@register.filter
+def under(path: str, prefix: str) -> bool:
+    """Say whether a request's path lies under a prefix, for marking where one is."""
+    return path.startswith(prefix)
