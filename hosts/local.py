@@ -95,6 +95,11 @@ def serial_log_path(guest_uuid: UUID) -> Path:
     return Path(settings.STATE_DIR) / "log" / "guests" / f"{guest_uuid.hex}.log"
 
 
+def fuse_path(volume_id: UUID) -> Path:
+    """Return the file that a paused volume's block device is shown as."""
+    return Path(settings.RUN_DIR) / "files" / f"{volume_id.hex}.device"
+
+
 @contextmanager
 def guest_lock(guest_uuid: UUID) -> Iterator[None]:
     """Be the only one on this machine who acts on a guest and its disk.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import datetime
-from ipaddress import IPv4Network
+from ipaddress import IPv4Address, IPv4Network
 from uuid import UUID
 
 from django.db import transaction
@@ -11,9 +11,7 @@ from django.utils import timezone
 
 from hosts.errors import NoCapacity, StaleEpoch, VolumeBusy
 from hosts.models import Generation, Host, Placement, Volume
-
-# .0 is the network, .1 its gateway; the last is broadcast.
-FIRST_GUEST_INDEX = 2
+from hosts.network import addresses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,18 +54,14 @@ def place(*, guest_uuid: UUID, memory_bytes: int, prefer: Host | None = None) ->
 
 
 def _free_address(host: Host) -> str | None:
-    """Return the address that was free the longest, so that a fresh guest rarely gets one
-    that its neighbours still remember."""
-    taken = set(host.placements.values_list("address", flat=True))
-    network = IPv4Network(host.subnet)
-    size = network.num_addresses - 1 - FIRST_GUEST_INDEX
-    latest = host.placements.order_by("-created_at").values_list("address", flat=True).first()
-    start = 0
-    if latest is not None:
-        start = int.from_bytes(bytes(map(int, latest.split(".")))) - int(network[0])
-        start = start - FIRST_GUEST_INDEX + 1
-    for step in range(size):
-        address = str(network[FIRST_GUEST_INDEX + (start + step) % size])
+    """Return a free address after the one given last, so that one just given back rests:
+    neighbours and connection tables remember it for a while."""
+    guests = addresses(IPv4Network(host.subnet))
+    placements = host.placements.order_by("-created_at").values_list("address", flat=True)
+    taken = set(placements)
+    start = guests.index(IPv4Address(placements[0])) + 1 if taken else 0
+    for step in range(guests.capacity):
+        address = str(guests.address((start + step) % guests.capacity))
         if address not in taken:
             return address
     return None
@@ -107,9 +101,7 @@ def attach_volume(volume_id: UUID, *, host: Host, purpose: Volume.Purpose) -> Vo
         volume.attached_host = host
         volume.attached_for = purpose
         volume.files_ready_at = None
-        volume.save(
-            update_fields=["epoch", "attached_host", "attached_for", "files_ready_at"]
-        )
+        volume.save(update_fields=["epoch", "attached_host", "attached_for", "files_ready_at"])
         return volume
 
 
@@ -122,9 +114,9 @@ def detach_volume(volume_id: UUID, *, epoch: int) -> None:
 
 def mark_files_ready(volume_id: UUID, *, epoch: int, at: datetime | None) -> None:
     """Say that a paused volume's files are (`at`) or are no longer (None) served."""
-    Volume.objects.filter(
-        pk=volume_id, epoch=epoch, attached_for=Volume.Purpose.FILES
-    ).update(files_ready_at=at)
+    Volume.objects.filter(pk=volume_id, epoch=epoch, attached_for=Volume.Purpose.FILES).update(
+        files_ready_at=at
+    )
 
 
 def publish_generation(

@@ -13,6 +13,7 @@ from common.errors import Refused
 from common.queue import send_to
 from common.units import MINUTE
 from sandboxes import operations
+from sandboxes.watch import Watcher
 
 
 HostActor = dramatiq.Actor[Any, Any]
@@ -23,6 +24,8 @@ TIME_LIMIT_MS = 60 * MINUTE * 1000
 RETRY = {"max_retries": None, "min_backoff": 500, "max_backoff": 15_000}
 # A heartbeat that could not be taken in time is worth nothing; the next one is due.
 WATCH_MAX_AGE_MS = 6_000
+
+_watcher = Watcher()
 
 
 def send(actor: HostActor, queue_name: str, *args: object) -> None:
@@ -71,6 +74,5 @@ def close_files(sandbox_id: str) -> None:
 @dramatiq.actor(time_limit=MINUTE * 1000, max_age=WATCH_MAX_AGE_MS, max_retries=0)
 def watch_host() -> None:
     """Beat the host's heart, and see to what died or was left over on it."""
-    for actor_name, sandbox_id in operations.watch_host():
-        actor = dramatiq.get_broker().get_actor(actor_name)
-        send(actor, operations.this_queue(), sandbox_id)
+    for actor_name, sandbox_id in _watcher.look():
+        send(dramatiq.get_broker().get_actor(actor_name), operations.this_queue(), sandbox_id)

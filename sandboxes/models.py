@@ -37,6 +37,8 @@ class Template(models.Model):
     generation = models.ForeignKey(
         Generation, models.PROTECT, null=True, related_name="templates"
     )
+    # Says which image file it was imported from, so that the same one is not imported twice.
+    source = models.CharField(max_length=200, blank=True, editable=False)
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     updated_at = models.DateTimeField(auto_now=True)
 

@@ -100,9 +100,7 @@ def _check_limits(ttl_s: int, hard_ttl_s: int) -> None:
 
 
 def _earlier_claim(team: Team, key: str, body_digest: str) -> Sandbox | None:
-    record = (
-        ClaimRecord.objects.filter(team=team, key=key).select_related("sandbox").first()
-    )
+    record = ClaimRecord.objects.filter(team=team, key=key).select_related("sandbox").first()
     if record is None:
         return None
     if record.body_digest != body_digest:
@@ -354,3 +352,23 @@ def forget_old_claims() -> None:
     """Drop idempotency keys that nobody will repeat any more."""
     horizon = timezone.now() - timedelta(days=ClaimRecord.KEPT_DAYS)
     ClaimRecord.objects.filter(created_at__lt=horizon).delete()
+
+
+def end_if_expired(*, sandbox: Sandbox) -> None:
+    """Delete the sandbox if its hard limit has passed; looked at again under its lock."""
+    with transaction.atomic():
+        sandbox = _locked(sandbox)
+        if sandbox.hard_expires_at and sandbox.hard_expires_at <= timezone.now():
+            delete_sandbox(sandbox=sandbox)
+
+
+def pause_if_expired(*, sandbox: Sandbox) -> None:
+    """Pause the sandbox if its soft limit has passed; looked at again under its lock."""
+    with transaction.atomic():
+        sandbox = _locked(sandbox)
+        if (
+            sandbox.state == State.RUNNING
+            and sandbox.expires_at
+            and sandbox.expires_at <= timezone.now()
+        ):
+            pause_sandbox(sandbox=sandbox, reason=Sandbox.PauseReason.TTL)

@@ -1,0 +1,405 @@
+"""What a host's worker does to a sandbox. May take minutes; safe to repeat.
+
+Every operation takes the guest's lock, so that one thing at a time is done to a guest and
+its disk, and then looks at the row: what is asked for there is done, whatever the message
+said. A worker that dies on any line leaves a row that says what to do, and a disk that
+says what was done.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from uuid import UUID
+
+from django.utils import timezone
+
+from common.errors import Unavailable
+from hosts import local
+from hosts.errors import VolumeBusy
+from hosts.guest.channel import AgentChannel, AgentSilent
+from hosts.hypervisor import GuestState, Hypervisor, cores_for
+from hosts.models import Generation, Volume
+from hosts.services import (
+    attach_volume,
+    detach_volume,
+    mark_files_ready,
+    publish_generation,
+)
+from hosts.volumes.commit import Commit
+from hosts.volumes.disks import AttachedDisk
+from sandboxes import lifecycle
+from sandboxes.errors import QuotaExceeded, WrongState
+from sandboxes.events import announce
+from sandboxes.guests import guest_spec, public_host_key
+from sandboxes.models import Sandbox
+
+log = logging.getLogger(__name__)
+
+State = Sandbox.State
+
+# One boot under software emulation on a machine that boots ten others.
+READY_TIMEOUT_S = 150
+READY_POLL_S = 0.1
+# From the request on; after it the customer is told instead of kept waiting.
+GIVE_UP_AFTER = timedelta(minutes=6)
+# What processes get to end by themselves at a pause, and a frozen file system to settle.
+STOP_DEADLINE_S = 10
+FREEZE_DEADLINE_S = 5
+
+
+class GuestNotReady(Unavailable):
+    """The guest runs and its agent does not answer."""
+
+    code = "guest_not_ready"
+
+    def __init__(self, uuid: UUID, reason: str) -> None:
+        super().__init__(uuid, reason)
+        self.uuid = uuid
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"Guest {self.uuid} is not ready: {self.reason}"
+
+
+def this_queue() -> str:
+    """Return the name of this host's queue."""
+    return local.this_host().queue
+
+
+@contextmanager
+def _locked(sandbox_id: str, *states: State) -> Iterator[Sandbox | None]:
+    """Yield the sandbox, alone on this host with it; None where its state is another.
+
+    Raises:
+        GuestBusy: another thread acts on it; the message comes again.
+    """
+    sandbox = _read(sandbox_id)
+    with local.guest_lock(sandbox.uuid):
+        sandbox = _read(sandbox_id)
+        yield sandbox if sandbox.state in states else None
+
+
+def _read(sandbox_id: str) -> Sandbox:
+    return Sandbox.objects.select_related(
+        "team", "host", "volume__head", "volume__attached_host"
+    ).get(pk=sandbox_id)
+
+
+def _is_mine(sandbox: Sandbox) -> bool:
+    return sandbox.host is not None and sandbox.host == local.this_host()
+
+
+# -- start --------------------------------------------------------------------------------
+
+
+def boot(sandbox_id: str) -> None:
+    """Run the guest of a sandbox that is starting or resuming, on its committed disk.
+
+    A disk that this host still holds for it (its guest died, or its pause was turned
+    round) is used as it is: it has what no commit has yet.
+
+    Raises:
+        Unavailable: it does not run yet; the message comes again.
+    """
+    with _locked(sandbox_id, State.STARTING, State.RESUMING) as sandbox:
+        if sandbox is None or not _is_mine(sandbox):
+            return
+        try:
+            _boot(sandbox)
+        except Unavailable as error:
+            log.warning("sandbox %s does not start: %s", sandbox.id, error)
+            if timezone.now() - sandbox.state_changed_at < GIVE_UP_AFTER:
+                raise
+            _give_up(sandbox, str(error))
+
+
+def _boot(sandbox: Sandbox) -> None:
+    _end_files(sandbox)
+    host = sandbox.host
+    assert host is not None
+    volume = attach_volume(sandbox.volume_id, host=host, purpose=Volume.Purpose.RUN)
+    sandbox.volume = volume
+    assert volume.head is not None
+    disk = local.disks().attach(volume.pk, root_key=volume.head.root_key, epoch=volume.epoch)
+    with local.hypervisor() as hypervisor:
+        hypervisor.start(guest_spec(sandbox, disk_socket=disk.socket))
+        try:
+            _make_ready(sandbox, hypervisor)
+        except GuestNotReady:
+            hypervisor.destroy(sandbox.uuid)
+            raise
+        _go_live(sandbox, hypervisor, disk)
+
+
+def _make_ready(sandbox: Sandbox, hypervisor: Hypervisor) -> None:
+    """Wait until the guest's agent answers, then set its clock.
+
+    Raises:
+        GuestNotReady: it does not in time, or the guest ended.
+        WrongState: the sandbox is no longer wanted.
+    """
+    channel = AgentChannel(local.channel_path(sandbox.uuid))
+    give_up_at = time.monotonic() + READY_TIMEOUT_S
+    look_at = time.monotonic() + 1
+    while not _is_ready(channel):
+        now = time.monotonic()
+        if now > give_up_at:
+            raise GuestNotReady(sandbox.uuid, f"no answer in {READY_TIMEOUT_S} s")
+        if now > look_at:
+            look_at = now + 1
+            if hypervisor.state(sandbox.uuid) is GuestState.MISSING:
+                raise GuestNotReady(sandbox.uuid, "it ended while it booted")
+            if not Sandbox.objects.filter(pk=sandbox.pk, state=sandbox.state).exists():
+                hypervisor.destroy(sandbox.uuid)
+                raise WrongState("no longer wanted", State.RUNNING)
+        time.sleep(READY_POLL_S)
+    channel.set_clock(time.time())
+
+
+def _is_ready(channel: AgentChannel) -> bool:
+    try:
+        return bool(channel.ping()["ready"])
+    except AgentSilent:
+        return False
+
+
+def _go_live(sandbox: Sandbox, hypervisor: Hypervisor, disk: AttachedDisk) -> None:
+    hypervisor.set_cpu_cores(sandbox.uuid, cores_for(sandbox.memory_bytes))
+    sandbox.host_public_key = public_host_key(sandbox)
+    sandbox.save(update_fields=["host_public_key"])
+    fetched = local.disks().fetched(disk.volume_id)
+    try:
+        lifecycle.begin_running(sandbox, fetched_bytes=fetched.bytes)
+    except WrongState:
+        # Deleted while it booted: `destroy` may have looked before there was a guest.
+        hypervisor.destroy(sandbox.uuid)
+        raise
+    log.info("sandbox %s runs, generation %d", sandbox.id, sandbox.runtime_generation)
+
+
+def _give_up(sandbox: Sandbox, reason: str) -> None:
+    """Stop trying to start a sandbox. What its disk holds here is committed first."""
+    with local.hypervisor() as hypervisor:
+        hypervisor.destroy(sandbox.uuid)
+    volume = sandbox.volume
+    if sandbox.state == State.STARTING:
+        lifecycle.abandon_start(sandbox, epoch=volume.epoch, reason=reason)
+    else:
+        if volume.attached_for == Volume.Purpose.RUN:
+            _commit(volume, Generation.Kind.PAUSE)
+        lifecycle.abandon_resume(sandbox, epoch=volume.epoch, reason=reason)
+    local.disks().detach(volume.pk, discard=True)
+
+
+# -- pause --------------------------------------------------------------------------------
+
+
+def pause(sandbox_id: str) -> str | None:
+    """Stop a pausing sandbox's guest, commit its disk, and only then call it paused.
+
+    Returns:
+        The queue to send its boot to, where it was wished awake again meanwhile.
+
+    Raises:
+        Unavailable: what it wrote is not all stored yet; it is safe on this host, and the
+            message comes again.
+    """
+    with _locked(sandbox_id, State.PAUSING) as sandbox:
+        if sandbox is None or not _is_mine(sandbox):
+            return None
+        if not _stop_guest(sandbox):
+            return None
+        try:
+            _commit(sandbox.volume, Generation.Kind.PAUSE)
+        except Unavailable as error:
+            return _wait_for_store(sandbox, error)
+        lifecycle.end_pause(sandbox, epoch=sandbox.volume.epoch)
+        local.disks().detach(sandbox.volume_id, discard=True)
+        log.info("sandbox %s sleeps", sandbox.id)
+        return _wake_if_wished(sandbox)
+
+
+def _stop_guest(sandbox: Sandbox) -> bool:
+    """End the guest with a clean disk; False where its agent would not have it.
+
+    A guest that cannot be asked is not cut off: what its programs wrote may still be in
+    its memory alone. It runs on, billed again, and the row says why.
+    """
+    with local.hypervisor() as hypervisor:
+        if hypervisor.state(sandbox.uuid) is GuestState.MISSING:
+            return True
+        channel = AgentChannel(local.channel_path(sandbox.uuid))
+        try:
+            channel.prepare_stop(STOP_DEADLINE_S)
+        except AgentSilent as error:
+            if hypervisor.state(sandbox.uuid) is not GuestState.MISSING:
+                lifecycle.refuse_pause(sandbox, f"The pause failed: {error}")
+                log.warning("sandbox %s runs on: %s", sandbox.id, error)
+                return False
+        hypervisor.destroy(sandbox.uuid)
+        return True
+
+
+def _wait_for_store(sandbox: Sandbox, error: Unavailable) -> str | None:
+    """Keep a pause whose upload failed waiting, or turn it round if that is wished."""
+    sandbox.refresh_from_db(fields=["resume_when_paused", "state"])
+    if sandbox.resume_when_paused and sandbox.state == State.PAUSING:
+        lifecycle.resume_instead_of_pause(sandbox)
+        return this_queue()
+    _tell_health(sandbox, "The object store does not take the upload; trying again.")
+    log.warning("sandbox %s is not stored yet: %s", sandbox.id, error)
+    raise error
+
+
+def _tell_health(sandbox: Sandbox, health: str) -> None:
+    if sandbox.health != health:
+        sandbox.health = health
+        sandbox.save(update_fields=["health"])
+        announce(sandbox)
+
+
+def _wake_if_wished(sandbox: Sandbox) -> str | None:
+    sandbox = _read(sandbox.id)
+    if not sandbox.resume_when_paused or sandbox.state != State.PAUSED:
+        return None
+    try:
+        lifecycle.begin_resume(sandbox)
+    except (Unavailable, WrongState, QuotaExceeded) as error:
+        Sandbox.objects.filter(pk=sandbox.pk).update(
+            resume_when_paused=False, last_error=str(error)
+        )
+        return None
+    assert sandbox.host is not None
+    return sandbox.host.queue
+
+
+def _commit(volume: Volume, kind: Generation.Kind) -> Commit | None:
+    """Store what the disk, used by nobody now, has written, and move the head to it."""
+    return local.disks().commit(volume.pk, _publisher(volume, kind))
+
+
+def _publisher(volume: Volume, kind: Generation.Kind) -> Callable[[Commit], None]:
+    def publish(commit: Commit) -> None:
+        publish_generation(
+            volume.pk,
+            epoch=volume.epoch,
+            kind=kind,
+            root_key=commit.root_key,
+            size_bytes=commit.size_bytes,
+            blocks_changed=commit.blocks_changed,
+            uploaded_bytes=commit.uploaded_bytes,
+            index_bytes=commit.index_bytes,
+            stored_bytes=commit.stored_bytes,
+        )
+
+    return publish
+
+
+def checkpoint(sandbox_id: str) -> None:
+    """Commit the disk of a running sandbox, its file system frozen for the cut alone.
+
+    Raises:
+        AgentSilent: the guest could not be frozen; nothing was committed.
+    """
+    with _locked(sandbox_id, State.RUNNING) as sandbox:
+        if sandbox is None or not _is_mine(sandbox):
+            return
+        channel = AgentChannel(local.channel_path(sandbox.uuid))
+        local.disks().checkpoint(
+            sandbox.volume_id,
+            _publisher(sandbox.volume, Generation.Kind.CHECKPOINT),
+            around_cut=lambda: _frozen(channel),
+        )
+        announce(sandbox)
+
+
+@contextmanager
+def _frozen(channel: AgentChannel) -> Iterator[None]:
+    """Hold the guest's file system still; the guest thaws itself at the deadline, too."""
+    channel.freeze(FREEZE_DEADLINE_S)
+    try:
+        yield
+    finally:
+        channel.thaw()
+
+
+# -- end ----------------------------------------------------------------------------------
+
+
+def destroy(sandbox_id: str) -> None:
+    """Take down what this host has of a sandbox that is being deleted."""
+    with _locked(sandbox_id, State.TERMINATING) as sandbox:
+        if sandbox is None:
+            return
+        with local.hypervisor() as hypervisor:
+            hypervisor.destroy(sandbox.uuid)
+        local.paused_files().close(sandbox.volume_id)
+        local.disks().detach(sandbox.volume_id, discard=True)
+        lifecycle.end_termination(sandbox)
+        log.info("sandbox %s is gone", sandbox.id)
+
+
+# -- files while paused -------------------------------------------------------------------
+
+
+def open_files(sandbox_id: str) -> None:
+    """Serve the files of a paused sandbox, until nobody has used them for a while.
+
+    Raises:
+        Unavailable: they are not served; nothing has changed.
+    """
+    with _locked(sandbox_id, State.PAUSED) as sandbox:
+        if sandbox is None:
+            return
+        volume = sandbox.volume
+        if volume.attached_for != Volume.Purpose.FILES or not _holds(volume):
+            return
+        assert volume.head is not None
+        disks = local.disks()
+        disks.attach(volume.pk, root_key=volume.head.root_key, epoch=volume.epoch)
+        if not local.paused_files().is_open(volume.pk):
+            device = local.fuse_path(volume.pk)
+            disks.export_fuse(volume.pk, device)
+            local.paused_files().open(volume.pk, device)
+        mark_files_ready(volume.pk, epoch=volume.epoch, at=timezone.now())
+        announce(sandbox)
+
+
+def _holds(volume: Volume) -> bool:
+    return volume.attached_host is not None and volume.attached_host == local.this_host()
+
+
+def close_files(sandbox_id: str) -> None:
+    """Commit what was written to a paused sandbox's files, and serve them no longer.
+
+    Raises:
+        Unavailable: it is not all stored yet; the message comes again.
+    """
+    states = set(State) - {State.DELETED}
+    with _locked(sandbox_id, *states) as sandbox:
+        if sandbox is not None:
+            _end_files(sandbox)
+
+
+def _end_files(sandbox: Sandbox) -> None:
+    """Close the sandbox's files if this host serves them.
+
+    Raises:
+        VolumeBusy: another host does; it closes them when it sees the sandbox's new state.
+    """
+    volume = sandbox.volume
+    if volume.attached_for != Volume.Purpose.FILES:
+        return
+    if not _holds(volume):
+        assert volume.attached_host_id is not None
+        raise VolumeBusy(volume.pk, volume.attached_host_id)
+    mark_files_ready(volume.pk, epoch=volume.epoch, at=None)
+    local.paused_files().close(volume.pk)
+    local.disks().drop_fuse(volume.pk)
+    _commit(volume, Generation.Kind.FILES)
+    detach_volume(volume.pk, epoch=volume.epoch)
+    local.disks().detach(volume.pk, discard=True)
+    volume.refresh_from_db()
+    announce(sandbox)
