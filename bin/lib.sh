@@ -106,7 +106,7 @@ install_packages() {
 
 need_venv() {
   local stamp=$VENV/.lock-stamp want
-  want=$(cat "$ROOT/requirements.lock" "$ROOT/pyproject.toml" <(readlink -f /usr/bin/python3) <(say "$ROOT") | sha256sum)
+  want=$(cat "$ROOT/requirements.lock" <(readlink -f /usr/bin/python3) <(say "$ROOT") | sha256sum)
   if [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then return; fi
   timed "Python packages into var/venv" fill_venv
   say "$want" >"$stamp"

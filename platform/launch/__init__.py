@@ -1,1 +1,1 @@
-"""Runs all of Sandkeep on one machine: services, images, processes."""
+"""Starts, watches and stops everything on one machine: what the commands in bin/ run."""

@@ -1,0 +1,236 @@
+"""The whole platform on this machine, in the order in which it has to come up."""
+
+import json
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+
+from launch import libvirt_daemons, processes
+from launch.config import Config
+from launch.guests import leave_no_guest
+from launch.people import Person
+from launch.processes import PidFiles, Program
+from launch.progress import LaunchFailed, say, step
+from launch.services import own_services
+from launch.supervisor import Supervisor
+
+HEALTHY_TIMEOUT_S = 60.0
+MANAGE_TIMEOUT_S = 600.0
+# A kernel, a toolkit and a Debian are downloaded and packed, on two slow cores.
+IMAGES_TIMEOUT_S = 3000.0
+WORKER_THREADS = 16
+
+
+class Stack:
+    """Starts and stops one platform. Not to be started twice."""
+
+    def __init__(self, config: Config, who: Person) -> None:
+        self.config = config
+        self.who = who
+        self.supervisor = Supervisor(config)
+
+    # -- in order ----------------------------------------------------------------------------
+
+    def start(self, *, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Bring everything up, until it is healthy or `interrupted` says to give up.
+
+        Raises:
+            LaunchFailed: a step did not work.
+        """
+        for part in (
+            self.start_services,
+            self.start_libvirt,
+            self.migrate,
+            self.build_images,
+            self.register,
+            self.start_processes,
+            self.check_health,
+        ):
+            if interrupted():
+                return
+            part()
+
+    def start_services(self) -> None:
+        """Start the servers whose address was not given."""
+        for service in own_services(self.config, self.who):
+            self.supervisor.start_service(service)
+
+    def start_libvirt(self) -> None:
+        """Start libvirt where it does not run."""
+        libvirt_daemons.ensure_running(self.config)
+
+    def migrate(self) -> None:
+        """Bring the database to this version's schema."""
+        with step("Database schema"):
+            self.manage("migrate", "--no-input", "--verbosity=0")
+
+    def build_images(self) -> None:
+        """Build what a guest boots from, where it is missing, and choose the accelerator."""
+        images = str(self.config.images_dir)
+        with step("Guest images"):
+            self.run_as_root(
+                [self.config.python, "-m", "hosts.guest.build", "--images", images]
+            )
+        with step("Accelerator"):
+            self.run_as_root(
+                [self.config.python, "-m", "hosts.guest.probe", "--images", images]
+            )
+
+    def register(self) -> None:
+        """Record this machine as a host, and its base image as the default template."""
+        with step("This machine as a host"):
+            self.manage("register_host")
+        with step("Default template"):
+            self.manage(
+                "import_template", "default", str(self.config.images_dir / "base-default.ext4")
+            )
+
+    def start_processes(self) -> None:
+        """Start web, scheduler, host worker and host gate."""
+        for name in ("web", "scheduler", "worker", "gate"):
+            self.supervisor.end_leftover(name)
+        for port in ("WEB_PORT", "GATE_PORT"):
+            self.supervisor.claim_port(port)
+        for program in self.programs():
+            self.supervisor.start(program)
+
+    def programs(self) -> list[Program]:
+        """Return our own processes. Only those of a host, the last two, are root."""
+        python, who = self.config.python, self.who
+        ordinary = self.config.environment(who)
+        root = self.config.environment()
+        manage = [python, str(self.config.checkout / "manage.py")]
+        web = ["-m", "uvicorn", "config.asgi:application", "--host", "127.0.0.1"]
+        web += ["--port", self.config.env["WEB_PORT"], "--no-access-log", "--lifespan", "off"]
+        worker = ["-m", "dramatiq", "config.worker", "--processes", "1"]
+        worker += ["--threads", str(WORKER_THREADS)]
+        worker += ["--queues", f"host.{self.config.env['HOST_NAME']}"]
+        return [
+            Program("web", [python, *web], ordinary, who),
+            Program("scheduler", [*manage, "run_scheduler"], ordinary, who),
+            # Only this process is signalled, never its group: see `processes.start`.
+            Program("worker", [python, *worker], root, stop_timeout_s=60.0),
+            Program("gate", [*manage, "run_gate"], root),
+        ]
+
+    def check_health(self) -> None:
+        """Wait until each process does its work.
+
+        Raises:
+            LaunchFailed: one does not.
+        """
+        with step("Health"):
+            self._wait_for("web", self._web_is_ready)
+            self._wait_for("gate", self._gate_answers)
+
+    def stop(self) -> None:
+        """Stop all that was started, guests included. May be repeated."""
+        self.supervisor.stop_named("web", "scheduler", "worker", "gate")
+        leave_no_guest(self.config)
+        self.supervisor.stop()
+        libvirt_daemons.leave(self.config)
+
+    def greet(self) -> None:
+        """Say where it is and what to type next."""
+        url = self.config.env["PUBLIC_URL"]
+        say(f"\nSandkeep is ready: {url}\n")
+        say("Next:")
+        say(f"  open {url}/accounts/signup/ and make an account, or")
+        make_key = "bin/manage create_api_key --email you@example.com --team you"
+        say(f"  export SANDBOX0_TOKEN=$({make_key})")
+        say(f"  export SANDBOX0_BASE_URL={url}; bin/demo")
+
+    # -- health ------------------------------------------------------------------------------
+
+    def _wait_for(self, name: str, is_ready: Callable[[], bool]) -> None:
+        until = time.monotonic() + HEALTHY_TIMEOUT_S
+        while not is_ready():
+            if time.monotonic() > until:
+                log = self.supervisor.log(name)
+                raise LaunchFailed(
+                    f"{name} is not healthy:\n{processes.last_lines(log)}\n{log}"
+                )
+            time.sleep(0.2)
+
+    def _web_is_ready(self) -> bool:
+        """Tell whether web answers and reaches all that it needs, live hosts included."""
+        url = f"http://127.0.0.1:{self.config.env['WEB_PORT']}/readyz"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                json.load(answer)
+                return bool(answer.status == 200)  # noqa: PLR2004 - HTTP's OK
+        except (OSError, ValueError):
+            return False
+
+    def _gate_answers(self) -> bool:
+        address = ("127.0.0.1", self.config.port("GATE_PORT"))
+        try:
+            with socket.create_connection(address, timeout=5) as connection:
+                return connection.recv(8).startswith(b"SSH-2.0-")
+        except OSError:
+            return False
+
+    # -- running things ------------------------------------------------------------------------
+
+    def manage(self, *arguments: str) -> str:
+        """Run a management command as the ordinary user; return what it printed.
+
+        Raises:
+            LaunchFailed: it failed; the text has its last lines.
+        """
+        command = [self.config.python, str(self.config.checkout / "manage.py"), *arguments]
+        answer = subprocess.run(
+            command,
+            env=self.config.environment(self.who),
+            user=self.who.uid,
+            group=self.who.gid,
+            extra_groups=self.who.groups,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=MANAGE_TIMEOUT_S,
+            check=False,
+        )
+        if answer.returncode:
+            lines = (answer.stdout + answer.stderr).splitlines()[-25:]
+            raise LaunchFailed(f"manage.py {arguments[0]} failed:\n" + "\n".join(lines))
+        return answer.stdout
+
+    def run_as_root(self, command: Sequence[str]) -> None:
+        """Run a program that prints its own progress.
+
+        Raises:
+            LaunchFailed: it failed.
+        """
+        answer = subprocess.run(
+            list(command),
+            env=self.config.environment(),
+            cwd=self.config.checkout,
+            stdin=subprocess.DEVNULL,
+            timeout=IMAGES_TIMEOUT_S,
+            check=False,
+        )
+        if answer.returncode:
+            raise LaunchFailed(f"{' '.join(command)} failed with {answer.returncode}.")
+
+
+def stop_leftovers(config: Config) -> None:
+    """Stop what a killed supervisor left: processes, guests and their disks, servers."""
+    pid_files = PidFiles(config.pid_dir)
+    for name in ("web", "scheduler", "worker", "gate"):
+        _stop_leftover(pid_files, name)
+    leave_no_guest(config)
+    for name in pid_files.names():
+        _stop_leftover(pid_files, name)
+    libvirt_daemons.leave(config)
+
+
+def _stop_leftover(pid_files: PidFiles, name: str) -> None:
+    process = pid_files.read(name)
+    if process is not None:
+        processes.stop(process, timeout_s=30.0)
+        say(f"  stopped {name}, left over")
+    pid_files.forget(name)
