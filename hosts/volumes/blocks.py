@@ -1,0 +1,84 @@
+"""Blocks, the unit of storage: 64 KiB of a device, kept compressed in a pack."""
+
+import threading
+
+import zstandard
+
+from common.units import KiB
+from hosts.volumes.errors import Corrupt
+from hosts.volumes.naming import content_digest
+
+BLOCK_BYTES = 64 * KiB
+"""Also the cluster size of the overlays, so that a cluster is exactly a block."""
+
+ZERO_BLOCK = bytes(BLOCK_BYTES)
+
+LEVEL = 1
+"""zstd level: 3 packs a Debian root 4 % smaller at half the speed of a commit."""
+
+
+class _Contexts(threading.local):
+    compressor: zstandard.ZstdCompressor | None = None
+    decompressor: zstandard.ZstdDecompressor | None = None
+
+
+_local = _Contexts()
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    # A context may be used by one thread at a time.
+    if _local.compressor is None:
+        _local.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+    return _local.compressor
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if _local.decompressor is None:
+        _local.decompressor = zstandard.ZstdDecompressor()
+    return _local.decompressor
+
+
+def compress(data: bytes) -> bytes:
+    """Compress as one zstd frame that states its size."""
+    compressed: bytes = _compressor().compress(data)
+    return compressed
+
+
+def decompress(frame: bytes, limit_bytes: int) -> bytes:
+    """Decompress one frame, trusting nothing in it.
+
+    Raises:
+        Corrupt: it is no zstd frame, or would be longer than the limit. Memory for more
+            than the limit is never asked for, whatever the frame claims.
+    """
+    try:
+        size_bytes = zstandard.frame_content_size(frame)
+        if not 0 <= size_bytes <= limit_bytes:
+            raise Corrupt(f"A frame claims {size_bytes} bytes, above {limit_bytes}.")
+        data: bytes = _decompressor().decompress(frame, max_output_size=limit_bytes)
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"Not a good zstd frame: {error}") from error
+    if len(data) != size_bytes:
+        raise Corrupt(f"A frame of {size_bytes} bytes gave {len(data)}.")
+    return data
+
+
+def encode_block(block: bytes) -> bytes:
+    """Encode a block for a pack: compressed, or as it is when that is not smaller.
+
+    So a stored length of `BLOCK_BYTES` says "not compressed".
+    """
+    frame = compress(block)
+    return frame if len(frame) < BLOCK_BYTES else block
+
+
+def decode_block(stored: bytes, digest: bytes) -> bytes:
+    """Give back the block, checked against its content hash.
+
+    Raises:
+        Corrupt: these bytes are not that block.
+    """
+    block = stored if len(stored) == BLOCK_BYTES else decompress(stored, BLOCK_BYTES)
+    if len(block) != BLOCK_BYTES or content_digest(block) != digest:
+        raise Corrupt("A block is not what its hash says.")
+    return block

@@ -1,0 +1,438 @@
+"""Writing generations: an image as the first, an overlay's changes as the next.
+
+    packs  →  leaves  →  root  →  (the caller moves the head)
+
+Never the other way round, so a root in the store names only what is there. What is written
+depends on nothing but the content, in order: doing it again gives the same names, and the
+store keeps what it has.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from threading import BoundedSemaphore, Event
+from typing import Protocol
+from uuid import UUID
+
+from common.units import MiB
+from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK, encode_block
+from hosts.volumes.cache import ObjectCache
+from hosts.volumes.errors import Corrupt, StoreUnavailable
+from hosts.volumes.failpoints import reach
+from hosts.volumes.index import (
+    LEAF_BLOCKS,
+    MAX_LEAF_BYTES,
+    Entry,
+    Leaf,
+    LeafRef,
+    PackUse,
+    Root,
+    check_device_size,
+)
+from hosts.volumes.naming import ObjectName, content_digest, parse_key
+from hosts.volumes.objects import ObjectReader, ObjectStore
+from hosts.volumes.qcow2 import Overlay, open_overlay
+from hosts.volumes.reader import load_leaf
+
+PACK_BYTES = 6 * MiB
+"""A pack is closed when it reaches this: large enough that requests cost little beside
+bytes, small enough that one with little left alive is cheap to rewrite."""
+
+PACK_BLOCKS = 8192
+"""Also closed at this many blocks, so that zeros in all but name cannot fill memory."""
+
+UPLOADS = 8
+"""Packs on their way at once: one stream fills no link to an object store."""
+
+Progress = Callable[[int, int], None]
+"""Told (bytes of the device done, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A generation that is in the store, and what it cost."""
+
+    root_key: str
+    size_bytes: int
+    blocks_changed: int
+    """Blocks that now read otherwise than before, holes included."""
+    uploaded_bytes: int
+    """Packs, leaves and root."""
+    packs: int
+    index_bytes: int
+    """Leaves and root."""
+    stored_bytes: int
+    """What the generation retains in this volume's own packs; a shared base is not in it."""
+
+
+class LeafSource(Protocol):
+    """Gives the leaves of the generation that a commit is based on."""
+
+    def __call__(self, ref: LeafRef) -> Leaf: ...
+
+
+def load_root(reader: ObjectReader, key: str) -> Root:
+    """Read a root and check it.
+
+    Raises:
+        Corrupt: the store holds something else under its name.
+    """
+    kind, name = parse_key(key)
+    body = reader.get(key)
+    if kind != "roots" or content_digest(body) != name.digest:
+        raise Corrupt(f"{key} is not what its name says.")
+    return Root.decode(body)
+
+
+def import_image(
+    image: Path,
+    *,
+    volume_id: UUID,
+    store: ObjectStore,
+    size_bytes: int,
+    epoch: int = 0,
+    cache: ObjectCache | None = None,
+    progress: Progress | None = None,
+) -> Commit:
+    """Write a raw image as the first generation of a volume.
+
+    Holes and zeros of the image cost nothing; the device may be larger than the image.
+
+    Args:
+        size_bytes: of the device, a multiple of the block size.
+
+    Raises:
+        Corrupt: the image is larger than the device, or the size is impossible.
+        StoreUnavailable: call again; what was uploaded is found.
+    """
+    check_device_size(size_bytes)
+    with _Writer(
+        store,
+        volume_id=volume_id,
+        epoch=epoch,
+        base=Root(size_bytes),
+        read_leaf=_no_leaf,
+        cache=cache,
+    ) as writer:
+        fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            image_bytes = os.fstat(fd).st_size
+            if image_bytes > size_bytes:
+                raise Corrupt("The image is larger than its device.")
+            for number in _data_blocks(fd, image_bytes):
+                block = os.pread(fd, BLOCK_BYTES, number * BLOCK_BYTES)
+                writer.write(number, block.ljust(BLOCK_BYTES, b"\0"))
+                if progress is not None and number % 256 == 0:
+                    progress(number * BLOCK_BYTES, image_bytes)
+            if progress is not None:
+                progress(image_bytes, image_bytes)
+        finally:
+            os.close(fd)
+        return writer.finish()
+
+
+def _no_leaf(ref: LeafRef) -> Leaf:
+    raise Corrupt(f"An empty generation has no leaf {ref}.")
+
+
+def _data_blocks(fd: int, end: int) -> Iterator[int]:
+    """List the blocks of a file that are not wholly in its holes."""
+    following = 0
+    at = 0
+    while at < end:
+        try:
+            start = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError:  # ENXIO: no more data
+            return
+        at = os.lseek(fd, start, os.SEEK_HOLE)
+        first = max(following, start // BLOCK_BYTES)
+        following = -(-min(at, end) // BLOCK_BYTES)
+        yield from range(first, following)
+
+
+def commit_overlays(
+    overlays: Sequence[Path],
+    *,
+    base_root_key: str,
+    volume_id: UUID,
+    epoch: int,
+    store: ObjectStore,
+    cache: ObjectCache,
+) -> Commit | None:
+    """Write the changes of overlays over their base as a new generation.
+
+    A cluster that holds what the base has costs a hash and nothing else; one of zeros, or
+    discarded, becomes a hole. Only leaves that change are read and written.
+
+    Args:
+        overlays: the lowest first. Nobody may be writing to them.
+        cache: for roots and leaves of the base; uploaded objects are put into it.
+
+    Returns: None when the device reads exactly as its base.
+
+    Raises:
+        StoreUnavailable: call again; what was uploaded is found.
+        Corrupt: an overlay or the base is not what it should be.
+    """
+    base = Root.decode(cache.whole(base_root_key))
+
+    def read_leaf(ref: LeafRef) -> Leaf:
+        return load_leaf(cache, base, ref)
+
+    with ExitStack() as stack:
+        layers = [stack.enter_context(open_overlay(path)) for path in overlays]
+        if any(layer.size_bytes != base.size_bytes for layer in layers):
+            raise Corrupt("An overlay has another size than its base.")
+        writer = stack.enter_context(
+            _Writer(
+                store,
+                volume_id=volume_id,
+                epoch=epoch,
+                base=base,
+                read_leaf=read_leaf,
+                cache=cache,
+            )
+        )
+        for number, block in _overlaid_blocks(layers, base.size_bytes // BLOCK_BYTES):
+            writer.write(number, block)
+        return writer.finish() if writer.blocks_changed else None
+
+
+def _overlaid_blocks(layers: Sequence[Overlay], end: int) -> Iterator[tuple[int, bytes]]:
+    """Read what any layer maps, the topmost winning, in order; a table at a time."""
+    for table in sorted({table for layer in layers for table in layer.tables}):
+        top = {
+            number: (layer, cluster)
+            for layer in layers
+            for number, cluster in layer.clusters(table).items()
+        }
+        for number in sorted(top):
+            if number < end:
+                layer, cluster = top[number]
+                yield number, layer.read(cluster)
+
+
+class _Writer:
+    """Takes blocks in ascending order, and writes those that differ from the base."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        volume_id: UUID,
+        epoch: int,
+        base: Root,
+        read_leaf: LeafSource,
+        cache: ObjectCache | None,
+    ) -> None:
+        self._volume_id = volume_id
+        self._epoch = epoch
+        self._base = base
+        self._read_leaf = read_leaf
+        self._root = base.copy()
+        self._uploads = _Uploads(store, cache)
+        self._pack = _OpenPack()
+        self._leaf_number = -1
+        self._leaf = Leaf.empty()
+        self._changes: dict[int, dict[int, Entry | None]] = {}
+        self._encoded: dict[int, bytes | None] = {}
+        self._live: dict[ObjectName, int] = {}
+        self._stored: dict[ObjectName, int] = {}
+        self.blocks_changed = 0
+        self._index_bytes = 0
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._uploads.close()
+
+    def write(self, number: int, block: bytes) -> None:
+        leaf_number, slot = divmod(number, LEAF_BLOCKS)
+        before = self._base_leaf(leaf_number)[slot]
+        if block == ZERO_BLOCK:
+            if before is not None:
+                self._change(leaf_number, slot, None)
+            return
+        digest = content_digest(block)
+        if before is not None and before.digest == digest:
+            return
+        self.blocks_changed += 1
+        self._pack.add(leaf_number, slot, encode_block(block), digest)
+        if self._pack.is_full():
+            self._close_pack()
+
+    def _base_leaf(self, number: int) -> Leaf:
+        if number != self._leaf_number:
+            if not self._pack.entries:
+                self._encode_leaves(before=number)
+            ref = self._base.leaves.get(number)
+            self._leaf = Leaf.empty() if ref is None else self._read_leaf(ref)
+            self._leaf_number = number
+        return self._leaf
+
+    def _change(self, leaf_number: int, slot: int, entry: Entry | None) -> None:
+        if entry is None:
+            self.blocks_changed += 1
+        self._changes.setdefault(leaf_number, {})[slot] = entry
+
+    def _close_pack(self) -> None:
+        """Name the open pack, send it off, and encode the leaves that are complete."""
+        if not self._pack.entries:
+            return
+        body = bytes(self._pack.body)
+        name = ObjectName.of(self._volume_id, self._epoch, body)
+        self._stored[name] = len(body)
+        for leaf_number, slot, offset, length, digest in self._pack.entries:
+            self._change(leaf_number, slot, Entry(name, offset, length, digest))
+        self._uploads.start(name.key("packs"), body)
+        self._pack = _OpenPack()
+        self._encode_leaves(before=self._leaf_number)
+
+    def _encode_leaves(self, *, before: int) -> None:
+        for number in sorted(n for n in self._changes if n < before):
+            ref = self._base.leaves.get(number)
+            old = Leaf.empty() if ref is None else self._read_leaf(ref)
+            new = old.changed(self._changes.pop(number))
+            self._account(old.live_bytes(), -1)
+            self._account(new.live_bytes(), 1)
+            self._encoded[number] = new.encode() if new else None
+
+    def _account(self, live: Mapping[ObjectName, int], sign: int) -> None:
+        for pack, count in live.items():
+            self._live[pack] = self._live.get(pack, 0) + sign * count
+
+    def finish(self) -> Commit:
+        """Upload what is left, then the leaves, then the root."""
+        self._close_pack()
+        self._encode_leaves(before=self._root.size_bytes)
+        self._uploads.wait()
+        reach("commit.packs")
+        self._put_leaves()
+        reach("commit.leaves")
+        self._update_packs()
+        body = self._root.encode()
+        root_key = ObjectName.of(self._volume_id, self._epoch, body).key("roots")
+        self._uploads.put(root_key, body)
+        reach("commit.root")
+        index_bytes = self._index_bytes + len(body)
+        return Commit(
+            root_key=root_key,
+            size_bytes=self._root.size_bytes,
+            blocks_changed=self.blocks_changed,
+            uploaded_bytes=sum(self._stored.values()) + index_bytes,
+            packs=len(self._stored),
+            index_bytes=index_bytes,
+            stored_bytes=self._root.own_live_bytes(self._volume_id.bytes),
+        )
+
+    def _put_leaves(self) -> None:
+        """Put all changed leaves into objects, one unless they are very many."""
+        batch: dict[int, bytes] = {}
+        batch_bytes = 0
+        for number, leaf in sorted(self._encoded.items()):
+            self._root.leaves.pop(number, None)
+            if leaf is None:
+                continue
+            batch[number] = leaf
+            batch_bytes += len(leaf)
+            if batch_bytes > PACK_BYTES:
+                self._put_leaf_object(batch)
+                batch, batch_bytes = {}, 0
+        if batch:
+            self._put_leaf_object(batch)
+
+    def _put_leaf_object(self, leaves: Mapping[int, bytes]) -> None:
+        body = b"".join(leaves.values())
+        name = ObjectName.of(self._volume_id, self._epoch, body)
+        self._uploads.put(name.key("leaves"), body)
+        self._root.objects[name] = len(body)
+        self._index_bytes += len(body)
+        at = 0
+        for number, leaf in leaves.items():
+            assert len(leaf) <= MAX_LEAF_BYTES
+            self._root.leaves[number] = LeafRef(name, at, len(leaf), content_digest(leaf))
+            at += len(leaf)
+
+    def _update_packs(self) -> None:
+        packs = self._root.packs
+        for pack, change in self._live.items():
+            use = packs.get(pack) or PackUse(self._stored[pack], 0)
+            packs[pack] = PackUse(use.stored_bytes, use.live_bytes + change)
+        for pack in [name for name, use in packs.items() if not use.live_bytes]:
+            del packs[pack]
+
+
+class _OpenPack:
+    """The pack that is being filled."""
+
+    MAGIC = b"SKPACK\0\1"
+
+    def __init__(self) -> None:
+        self.body = bytearray(self.MAGIC)
+        self.entries: list[tuple[int, int, int, int, bytes]] = []
+
+    def add(self, leaf_number: int, slot: int, stored: bytes, digest: bytes) -> None:
+        self.entries.append((leaf_number, slot, len(self.body), len(stored), digest))
+        self.body += stored
+
+    def is_full(self) -> bool:
+        return len(self.body) >= PACK_BYTES or len(self.entries) >= PACK_BLOCKS
+
+
+class _Uploads:
+    """Puts objects, several at once, holding no more than `UPLOADS` of them in memory."""
+
+    def __init__(self, store: ObjectStore, cache: ObjectCache | None) -> None:
+        self._store = store
+        self._cache = cache
+        self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload")
+        self._room = BoundedSemaphore(UPLOADS)
+        self._failed = Event()
+        self._started: list[Future[None]] = []
+
+    def start(self, key: str, body: bytes) -> None:
+        """Put an object in the background, once there is room.
+
+        Raises:
+            StoreUnavailable: an earlier one failed, so there is no use in going on.
+        """
+        self._room.acquire()
+        if self._failed.is_set():
+            self._room.release()
+            self.wait()
+        self._started = [one for one in self._started if not one.done() or one.exception()]
+        self._started.append(self._pool.submit(self._put_and_release, key, body))
+
+    def _put_and_release(self, key: str, body: bytes) -> None:
+        try:
+            self.put(key, body)
+        except BaseException:
+            self._failed.set()
+            raise
+        finally:
+            self._room.release()
+
+    def put(self, key: str, body: bytes) -> None:
+        """Put an object now."""
+        self._store.put_new(key, body)
+        if self._cache is not None:
+            self._cache.put(key, body)
+
+    def wait(self) -> None:
+        """Wait for all that was started.
+
+        Raises:
+            StoreUnavailable: one of them failed.
+        """
+        for upload in self._started:
+            upload.result()
+        self._started = []
+        if self._failed.is_set():
+            raise StoreUnavailable("An upload failed.")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)

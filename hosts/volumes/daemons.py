@@ -1,0 +1,103 @@
+"""Starting and ending the processes of a disk: they outlive the worker that starts them.
+
+A daemon is known by its pidfile, whose path is on its command line and in no other
+process's: so a number that was given to another process since is never taken for it, even
+when its start was never recorded because the worker died.
+"""
+
+import os
+import pwd
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hosts.volumes.errors import DaemonFailed
+
+START_TIMEOUT_S = 60
+ENDED_TIMEOUT_S = 10
+_ERROR_TAIL = 2000
+
+
+def start_daemon(
+    command: Sequence[str], *, user: str | None, environment: Mapping[str, str]
+) -> None:
+    """Run a command that puts itself into the background once it is ready.
+
+    Raises:
+        DaemonFailed: it did not become ready.
+    """
+    account = pwd.getpwnam(user) if user is not None and os.geteuid() == 0 else None
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            umask=0o077,
+            start_new_session=True,
+            timeout=START_TIMEOUT_S,
+            check=False,
+            user=account.pw_uid if account else None,
+            group=account.pw_gid if account else None,
+            extra_groups=_groups(account),
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DaemonFailed(f"{command[0]} did not become ready.") from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace")[-_ERROR_TAIL:].strip()
+        raise DaemonFailed(f"{command[0]} did not start: {said}")
+
+
+def _groups(account: pwd.struct_passwd | None) -> list[int] | None:
+    return os.getgrouplist(account.pw_name, account.pw_gid) if account else None
+
+
+def daemon_pid(pidfile: Path) -> int | None:
+    """Give the process id of a daemon that runs, None when it does not."""
+    try:
+        pid = int(pidfile.read_text())
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, ValueError):
+        return None
+    # Empty for a zombie: it has ended.
+    return pid if os.fsencode(pidfile) in arguments else None
+
+
+def end_daemon(pidfile: Path, *, grace_s: float) -> None:
+    """End a daemon, by force when it takes longer than the grace; no error if it is gone.
+
+    Raises:
+        DaemonFailed: it does not even go by force (it hangs in the kernel).
+    """
+    pid = daemon_pid(pidfile)
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                # Looked at again through the descriptor's eyes: the number is now held.
+                if daemon_pid(pidfile) == pid:
+                    _end(descriptor, grace_s)
+            finally:
+                os.close(descriptor)
+    pidfile.unlink(missing_ok=True)
+
+
+def _end(descriptor: int, grace_s: float) -> None:
+    if grace_s:
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        if await_end(descriptor, grace_s):
+            return
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    if not await_end(descriptor, ENDED_TIMEOUT_S):
+        raise DaemonFailed("A daemon does not end.")
+
+
+def await_end(descriptor: int, timeout_s: float) -> bool:
+    """Wait for the process behind a pidfd to end; tell whether it did."""
+    return bool(select.select([descriptor], [], [], timeout_s)[0])

@@ -1,0 +1,64 @@
+"""What can go wrong with a volume, told apart by who can act on it."""
+
+from common.errors import Refused, Unavailable
+
+
+class StoreUnavailable(Unavailable):
+    """Object storage gave no good answer; nothing was lost, and the call may work later."""
+
+    code = "store_unavailable"
+
+
+class ObjectMissing(Refused):
+    """An object that should be in the store is not there."""
+
+    code = "object_missing"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"The object {key} is not in the store.")
+        self.key = key
+
+
+class Corrupt(Refused):
+    """Bytes that we read are not what their name or their format promises."""
+
+    code = "volume_corrupt"
+
+
+class NotAttached(Refused):
+    """The volume has no disk on this host."""
+
+    code = "disk_not_attached"
+
+
+class StaleEpoch(Refused):
+    """The disk on this host belongs to a later epoch than the one asked for."""
+
+    code = "stale_epoch"
+
+
+class OverlayMismatch(Refused):
+    """The overlay on this host was not written over the root that is asked for.
+
+    Its writes are kept: they may be the only copy. Discard it explicitly to go on.
+    """
+
+    code = "overlay_mismatch"
+
+
+class Uncommitted(Refused):
+    """The disk holds writes that no commit has, so it is not thrown away."""
+
+    code = "disk_uncommitted"
+
+
+class DiskBusy(Unavailable):
+    """Another process of this host is working on the disk."""
+
+    code = "disk_busy"
+
+
+class DaemonFailed(Unavailable):
+    """A disk's export or storage daemon did not start, answer or stop."""
+
+    code = "disk_daemon_failed"

@@ -1,0 +1,77 @@
+"""The nbdkit plugin that serves one generation, read-only.
+
+    nbdkit --readonly python export_plugin.py config=<file>
+
+The file is JSON, readable by the export's user only: the key of the store must not be on a
+command line. It is `hosts.volumes.exports.ExportConfig`. `PYTHONPATH` leads to our packages
+and the virtual environment's.
+
+Source: nbdkit-python-plugin(3).
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import nbdkit
+
+from common.units import MiB
+from hosts.volumes.blocks import BLOCK_BYTES
+from hosts.volumes.exports import ExportConfig
+from hosts.volumes.reader import VolumeReader
+
+API_VERSION = 2
+
+_state: dict[str, Any] = {}
+
+
+def thread_model() -> int:
+    """Let many requests wait for the store at once."""
+    return int(nbdkit.THREAD_MODEL_PARALLEL)
+
+
+def config(key: str, value: str) -> None:
+    """Take a `key=value` of the command line."""
+    if key != "config":
+        raise RuntimeError(f"unknown parameter {key}")
+    _state["path"] = Path(value)
+
+
+def config_complete() -> None:
+    """Read the configuration and the root, so that a bad one ends nbdkit at once."""
+    settings = ExportConfig.read(_state["path"])
+    logging.basicConfig(
+        filename=settings.log, level=logging.WARNING, format=settings.LOG_FORMAT
+    )
+    _state["reader"] = settings.open_reader()
+
+
+def open(readonly: bool) -> int:  # noqa: A001 - nbdkit's names
+    """Begin a connection; they share everything."""
+    return 1
+
+
+def get_size(handle: int) -> int:
+    """Say how large the device is, in bytes."""
+    reader: VolumeReader = _state["reader"]
+    return reader.size_bytes
+
+
+def can_multi_conn(handle: int) -> bool:
+    """Nothing ever changes, so connections cannot disagree."""
+    return True
+
+
+def block_size(handle: int) -> tuple[int, int, int]:
+    """Say the smallest, the best and the largest request."""
+    return (1, BLOCK_BYTES, 32 * MiB)
+
+
+def pread(handle: int, buffer: bytearray, offset: int, flags: int) -> None:
+    """Read; an exception becomes an I/O error of the request."""
+    reader: VolumeReader = _state["reader"]
+    try:
+        reader.read_into(buffer, offset)
+    except Exception:
+        logging.getLogger(__name__).exception("a read of %d bytes failed", len(buffer))
+        raise

@@ -1,0 +1,95 @@
+"""What an export process is told, and how it opens its generation.
+
+Imported by the nbdkit plugin, so it keeps away from boto3.
+"""
+
+import json
+import mmap
+import os
+import struct
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar, NamedTuple, Self
+
+from hosts.volumes.cache import ObjectCache
+from hosts.volumes.errors import Corrupt
+from hosts.volumes.index import Root
+from hosts.volumes.naming import content_digest, parse_key
+from hosts.volumes.objects import StoreConfig
+from hosts.volumes.reader import VolumeReader
+from hosts.volumes.s3_reader import S3Reader
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """The content of an export's configuration file."""
+
+    LOG_FORMAT: ClassVar[str] = "%(asctime)s %(levelname)s %(message)s"
+
+    root_key: str
+    root: str
+    """A file with the root itself, so that starting an export asks the store for nothing."""
+    cache: str
+    cache_budget_bytes: int
+    fetched: str
+    log: str
+    store: StoreConfig
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        values = json.loads(path.read_text())
+        return cls(**values | {"store": StoreConfig(**values["store"])})
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    def open_reader(self) -> VolumeReader:
+        body = Path(self.root).read_bytes()
+        if content_digest(body) != parse_key(self.root_key)[1].digest:
+            raise Corrupt("The root of an export is not what its key says.")
+        cache = ObjectCache(
+            Path(self.cache),
+            budget_bytes=self.cache_budget_bytes,
+            reader=S3Reader(self.store),
+            on_fetch=FetchCounter(Path(self.fetched)).add,
+        )
+        return VolumeReader(Root.decode(body), cache)
+
+
+class Fetched(NamedTuple):
+    """What a disk has asked of object storage since it was attached."""
+
+    requests: int
+    bytes: int
+
+
+class FetchCounter:
+    """Two numbers in a file, which outlive the export that counts."""
+
+    _LAYOUT = struct.Struct("<QQ")
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        try:
+            if os.fstat(fd).st_size < self._LAYOUT.size:
+                os.ftruncate(fd, self._LAYOUT.size)
+            self._map = mmap.mmap(fd, self._LAYOUT.size)
+        finally:
+            os.close(fd)
+        self._lock = threading.Lock()
+
+    def add(self, fetched_bytes: int) -> None:
+        with self._lock:
+            requests, total = self._LAYOUT.unpack_from(self._map)
+            self._LAYOUT.pack_into(self._map, 0, requests + 1, total + fetched_bytes)
+
+    @classmethod
+    def read(cls, path: Path) -> Fetched:
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            raw = b""
+        if len(raw) < cls._LAYOUT.size:
+            return Fetched(0, 0)
+        return Fetched(*cls._LAYOUT.unpack_from(raw))

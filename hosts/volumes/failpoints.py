@@ -1,0 +1,49 @@
+"""Named places where a test can make the engine die or fail.
+
+Active only through the environment variable SANDKEEP_FAILPOINTS, which no service sets:
+
+    SANDKEEP_FAILPOINTS="checkpoint.rotated=kill"     this process dies as by kill -9
+    SANDKEEP_FAILPOINTS="commit.packs=fail"           StoreUnavailable is raised
+"""
+
+import os
+import signal
+
+from hosts.volumes.errors import StoreUnavailable
+
+VARIABLE = "SANDKEEP_FAILPOINTS"
+
+NAMES = (
+    "attach.recorded",  # the state file says what to start; nothing runs yet
+    "attach.exported",  # the export runs
+    "attach.served",  # the storage daemon runs
+    "rotate.recorded",  # the state file has the new overlay, the daemon does not
+    "rotate.added",  # the daemon knows the new overlay, writes still go to the old
+    "rotate.done",  # writes go to the new overlay
+    "commit.packs",  # packs are uploaded
+    "commit.leaves",  # leaves too
+    "commit.root",  # the root too
+    "publish.before",  # the state file names the new root as pending
+    "publish.after",  # the head has moved; the state file does not know
+    "drop.recorded",  # the state file has the new root and no frozen overlay
+    "drop.exported",  # the export of the new root runs
+    "drop.reopened",  # the daemon reads through to it
+    "drop.done",  # frozen overlay and old export are gone
+    "commit.stopped",  # the storage daemon of a disk that is put away has ended
+    "commit.settled",  # its state file says that everything is committed
+    "detach.stopped",  # both daemons have ended
+)
+
+
+def reach(name: str) -> None:
+    """Say that a named place is reached."""
+    wanted = os.environ.get(VARIABLE)
+    if not wanted:
+        return
+    if name not in NAMES:
+        raise ValueError(f"No failpoint is called {name}.")
+    action = dict(item.partition("=")[::2] for item in wanted.split(",")).get(name)
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "fail":
+        raise StoreUnavailable(f"Failing at {name}, as asked.")

@@ -1,0 +1,67 @@
+"""How objects in the store are named: by volume, epoch and content.
+
+    packs/<volume hex>/<epoch: 8 hex>/<content hash>      compressed blocks
+    leaves/<volume hex>/<epoch: 8 hex>/<content hash>     all leaves that one commit changed
+    roots/<volume hex>/<epoch: 8 hex>/<content hash>      a generation
+
+A name is the hash of what it names, so an upload that is tried again finds its object
+instead of repeating it, and whatever is read can be checked. The epoch keeps a host that
+was thought dead from ever writing where its successor does.
+"""
+
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, Self
+from uuid import UUID
+
+from hosts.volumes.errors import Corrupt
+
+DIGEST_BYTES = 16
+NAME_BYTES = 36
+"""Length of `ObjectName.pack()`."""
+
+Kind = Literal["packs", "leaves", "roots"]
+
+_KEY = re.compile(r"(packs|leaves|roots)/([0-9a-f]{32})/([0-9a-f]{8})/([0-9a-f]{32})")
+
+
+def content_digest(body: bytes | bytearray | memoryview) -> bytes:
+    """Hash content: the name of an object, and the identity of a block."""
+    return blake2b(body, digest_size=DIGEST_BYTES).digest()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectName:
+    """An object's name without its kind, as small as the index needs it."""
+
+    volume: bytes
+    epoch: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, volume_id: UUID, epoch: int, body: bytes | bytearray) -> Self:
+        return cls(volume_id.bytes, epoch, content_digest(body))
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        return cls(raw[:16], int.from_bytes(raw[16:20], "little"), raw[20:36])
+
+    def pack(self) -> bytes:
+        return self.volume + self.epoch.to_bytes(4, "little") + self.digest
+
+    def key(self, kind: Kind) -> str:
+        return f"{kind}/{self.volume.hex()}/{self.epoch:08x}/{self.digest.hex()}"
+
+
+def parse_key(key: str) -> tuple[str, ObjectName]:
+    """Take a key apart into its kind and name.
+
+    Raises:
+        Corrupt: it is no key of ours.
+    """
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise Corrupt(f"{key!r} is not the key of an object.")
+    kind, volume, epoch, digest = match.groups()
+    return kind, ObjectName(bytes.fromhex(volume), int(epoch, 16), bytes.fromhex(digest))
