@@ -41,7 +41,7 @@ class GuestMissing(Refused):
 
 
 class GuestNotStarted(Unavailable):
-    """QEMU or libvirt turned the guest down: its disk does not answer, memory is short …
+    """QEMU or libvirt turned the guest down: its disk does not answer, memory is short.
 
     `reason` is for the log: it may hold paths of the host.
     """
