@@ -10,7 +10,6 @@ from django.conf import settings
 from django.contrib.auth.models import AbstractUser, BaseUserManager
 from django.contrib.postgres.fields import ArrayField
 from django.db import models
-from django.db.models import F
 from django.db.models.functions import Lower
 from django.utils import timezone
 
@@ -126,11 +125,6 @@ class ApiKeyQuerySet(models.QuerySet["ApiKey"]):
         """Return the usable key with this secret, its team and maker along with it."""
         usable = self.usable(timezone.now()).select_related("team", "created_by")
         return usable.filter(digest=digest_of(secret)).first()
-
-    def count_use(self, key: "ApiKey") -> None:
-        self.filter(pk=key.pk).update(
-            usage_count=F("usage_count") + 1, last_used_at=timezone.now()
-        )
 
 
 class ApiKey(models.Model):

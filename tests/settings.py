@@ -10,3 +10,5 @@ from config.settings import *  # noqa: F403
 DEBUG = False
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 EMAIL_BACKEND = "django.core.mail.backends.locmem.EmailBackend"
+# Look static files up when asked: a scan of them all for every test client is slow.
+WHITENOISE_AUTOREFRESH = True

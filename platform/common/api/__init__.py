@@ -1,1 +1,1 @@
-"""What every endpoint shares: the envelope, errors and view bases."""
+"""What every HTTP API of ours shares: envelope, errors, views, and the way to the database."""

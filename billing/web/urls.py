@@ -1,0 +1,5 @@
+"""Paths of `billing/web`."""
+
+from django.urls import URLPattern
+
+urlpatterns: list[URLPattern] = []

@@ -1,0 +1,5 @@
+"""Paths of `sandboxes/web`."""
+
+from django.urls import URLPattern
+
+urlpatterns: list[URLPattern] = []
