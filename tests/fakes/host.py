@@ -1,0 +1,178 @@
+"""This machine as a host, in memory: disks, guests, their agents and paused files.
+
+The hypervisor is `FakeHypervisor`. `FakeHost.install` puts all of it behind `hosts.local`.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hosts.guest.channel import AgentSilent
+
+from hosts import local
+from hosts.errors import GuestBusy
+from hosts.hypervisor import HypervisorConfig
+from hosts.volumes.commit import Commit
+from hosts.volumes.disks import AttachedDisk, DiskHealth
+from hosts.volumes.errors import StoreUnavailable
+from sandboxes import operations, watch
+from tests.fakes.hypervisor import FakeHypervisor
+
+
+def fake_hypervisor() -> FakeHypervisor:
+    """Open the one fake host."""
+    config = HypervisorConfig(
+        uri="fake://host", images_dir=Path("/nowhere"), network="fake", accelerator="tcg"
+    )
+    return FakeHypervisor(config)
+
+
+class FakeDisks:
+    """Disks whose content is the number of times that a guest wrote to them."""
+
+    def __init__(self) -> None:
+        self.disks: dict[UUID, SimpleNamespace] = {}
+        self.store_is_up = True
+        self.dead: set[UUID] = set()
+        self._numbers = itertools.count(1)
+
+    def attach(self, volume_id: UUID, *, root_key: str, epoch: int) -> AttachedDisk:
+        self.dead.discard(volume_id)
+        disk = self.disks.setdefault(
+            volume_id, SimpleNamespace(root_key=root_key, epoch=epoch, writes=0)
+        )
+        assert disk.epoch == epoch
+        return self._attached(volume_id)
+
+    def _attached(self, volume_id: UUID) -> AttachedDisk:
+        disk = self.disks[volume_id]
+        return AttachedDisk(
+            volume_id=volume_id,
+            epoch=disk.epoch,
+            root_key=disk.root_key,
+            size_bytes=1 << 40,
+            socket=Path("/nowhere/disk.sock"),
+        )
+
+    def health(self, volume_id: UUID) -> DiskHealth:
+        if volume_id not in self.disks:
+            return DiskHealth.ABSENT
+        return DiskHealth.DEAD if volume_id in self.dead else DiskHealth.ATTACHED
+
+    def commit(self, volume_id: UUID, publish: Callable[[Commit], None]) -> Commit | None:
+        disk = self.disks[volume_id]
+        if not disk.writes:
+            return None
+        if not self.store_is_up:
+            raise StoreUnavailable("The object store is away.")
+        number = next(self._numbers)
+        commit = Commit(
+            root_key=f"roots/{volume_id.hex}/{disk.epoch:08x}/{number:032x}",
+            blocks_changed=disk.writes,
+            uploaded_bytes=disk.writes,
+            packs=1,
+            index_bytes=1,
+            stored_bytes=disk.writes,
+            size_bytes=1 << 40,
+        )
+        publish(commit)
+        disk.root_key, disk.writes = commit.root_key, 0
+        return commit
+
+    def checkpoint(
+        self,
+        volume_id: UUID,
+        publish: Callable[[Commit], None],
+        *,
+        around_cut: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Commit | None:
+        with around_cut():
+            pass
+        return self.commit(volume_id, publish)
+
+    def detach(self, volume_id: UUID, *, discard: bool) -> None:
+        self.disks.pop(volume_id, None)
+        self.dead.discard(volume_id)
+
+    def attached(self) -> list[AttachedDisk]:
+        return [self._attached(volume_id) for volume_id in self.disks]
+
+    def fetched(self, volume_id: UUID) -> SimpleNamespace:
+        return SimpleNamespace(bytes=4096, requests=1)
+
+    def export_fuse(self, volume_id: UUID, mountpoint: Path) -> None:
+        assert volume_id in self.disks
+
+    def drop_fuse(self, volume_id: UUID) -> None:
+        pass
+
+
+class FakePausedFiles:
+    def __init__(self, disks: FakeDisks) -> None:
+        self._disks = disks
+        self.used_at: dict[UUID, float] = {}
+
+    def open(self, volume_id: UUID, device: Path) -> Path:
+        self.used_at[volume_id] = 0.0
+        return Path("/nowhere/files.sock")
+
+    def is_open(self, volume_id: UUID) -> bool:
+        return volume_id in self.used_at
+
+    def is_dirty(self, volume_id: UUID) -> bool:
+        return bool(self._disks.disks[volume_id].writes)
+
+    def last_used_at(self, volume_id: UUID) -> float:
+        return self.used_at[volume_id]
+
+    def close(self, volume_id: UUID) -> None:
+        self.used_at.pop(volume_id, None)
+
+
+class FakeHost:
+    """Everything that `hosts.local` gives; `silent` holds guests whose agent is mute."""
+
+    def __init__(self) -> None:
+        self.disks = FakeDisks()
+        self.files = FakePausedFiles(self.disks)
+        self.silent: set[UUID] = set()
+        self.asked: list[tuple[str, UUID]] = []
+        self.locked: set[UUID] = set()
+
+    def channel(self, path: Path) -> Any:
+        uuid = UUID(path.parent.name)
+
+        def ask(op: str) -> Callable[..., dict[str, object]]:
+            def answer(*args: object) -> dict[str, object]:
+                if uuid in self.silent:
+                    raise AgentSilent("It says nothing.")
+                self.asked.append((op, uuid))
+                return {"ready": True}
+
+            return answer
+
+        names = ("ping", "set_clock", "sync", "prepare_stop", "freeze", "thaw")
+        return SimpleNamespace(**{name: ask(name) for name in names})
+
+    @contextmanager
+    def lock(self, uuid: UUID) -> Iterator[None]:
+        if uuid in self.locked:
+            raise GuestBusy(uuid)
+        self.locked.add(uuid)
+        try:
+            yield
+        finally:
+            self.locked.discard(uuid)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(local, "disks", lambda: self.disks)
+        monkeypatch.setattr(local, "paused_files", lambda: self.files)
+        monkeypatch.setattr(local, "hypervisor", fake_hypervisor)
+        monkeypatch.setattr(local, "guest_lock", self.lock)
+        for module in (operations, watch):
+            monkeypatch.setattr(module, "AgentChannel", self.channel)
