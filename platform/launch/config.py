@@ -281,11 +281,12 @@ def _free_subnet(seed: int, used: list[ipaddress.IPv4Network]) -> ipaddress.IPv4
 
 
 def _settle_ports(values: dict[str, str], *, preferred_base: str | None) -> None:
+    for name in PREFERRED_PORTS:
+        if not values.get(name, "1").isdecimal():
+            raise LaunchFailed(f"{name}={values[name]!r}: write a port number.")
     taken = {int(values[name]) for name in PREFERRED_PORTS if name in values}
     for offset, (name, usual) in enumerate(PREFERRED_PORTS.items()):
         if name in values:
-            if not values[name].isdecimal():
-                raise LaunchFailed(f"{name}={values[name]!r}: write a port number.")
             continue
         preferred = int(preferred_base) + offset if preferred_base else usual
         size = S3_PORTS if name == "S3_PORT" else 1

@@ -20,7 +20,7 @@ from botocore.config import Config as BotoConfig
 from botocore.exceptions import BotoCoreError, ClientError
 from psycopg import sql
 
-from launch.config import Config, own_file, write_private
+from launch.config import S3_PORTS, Config, own_file, write_private
 from launch.people import Person
 from launch.processes import Program
 from launch.progress import LaunchFailed
@@ -244,8 +244,13 @@ def seaweedfs(config: Config, who: Person) -> Service:
     )
 
 
-def _weed_arguments(config: Config, data: Path, settings: Path) -> list[str]:
+def s3_ports(config: Config) -> range:
+    """Return every port that SeaweedFS listens on; only the first is meant for others."""
     first = config.port("S3_PORT")
+    return range(first, first + S3_PORTS)
+
+
+def _weed_arguments(config: Config, data: Path, settings: Path) -> list[str]:
     ports = ["s3.port", "master.port", "volume.port", "filer.port", "admin.port"]
     ports += [f"{name}.grpc" for name in ports]
     sockets = config.run_dir / "s3"
@@ -257,7 +262,7 @@ def _weed_arguments(config: Config, data: Path, settings: Path) -> list[str]:
         f"-dir={data}",
         "-ip=127.0.0.1",
         "-ip.bind=127.0.0.1",
-        *(f"-{name}={first + offset}" for offset, name in enumerate(ports)),
+        *(f"-{name}={port}" for name, port in zip(ports, s3_ports(config), strict=True)),
         f"-s3.localSocket={sockets}/s3.sock",
         f"-filer.localSocket={sockets}/filer.sock",
         "-webdav=false",

@@ -7,6 +7,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import psycopg
 
 from launch import libvirt_daemons, processes
 from launch.config import Config
@@ -31,6 +34,8 @@ class Stack:
         self.config = config
         self.who = who
         self.supervisor = Supervisor(config)
+        self.started_at = datetime.now(UTC)
+        self.manage_py = [config.python, str(config.checkout / "manage.py")]
 
     # -- in order ----------------------------------------------------------------------------
 
@@ -40,8 +45,13 @@ class Stack:
         Raises:
             LaunchFailed: a step did not work.
         """
+        if not interrupted():
+            self.start_services()
+        self.start_rest(interrupted=interrupted)
+
+    def start_rest(self, *, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Bring up all but the servers, which must answer."""
         for part in (
-            self.start_services,
             self.start_libvirt,
             self.migrate,
             self.build_images,
@@ -82,7 +92,8 @@ class Stack:
     def register(self) -> None:
         """Record this machine as a host, and its base image as the default template."""
         with step("This machine as a host"):
-            self.manage("register_host")
+            # As root: it also makes the guests' network.
+            self.run_as_root([*self.manage_py, "register_host"])
         with step("Default template"):
             self.manage(
                 "import_template", "default", str(self.config.images_dir / "base-default.ext4")
@@ -102,7 +113,6 @@ class Stack:
         python, who = self.config.python, self.who
         ordinary = self.config.environment(who)
         root = self.config.environment()
-        manage = [python, str(self.config.checkout / "manage.py")]
         web = ["-m", "uvicorn", "config.asgi:application", "--host", "127.0.0.1"]
         web += ["--port", self.config.env["WEB_PORT"], "--no-access-log", "--lifespan", "off"]
         worker = ["-m", "dramatiq", "config.worker", "--processes", "1"]
@@ -110,10 +120,10 @@ class Stack:
         worker += ["--queues", f"host.{self.config.env['HOST_NAME']}"]
         return [
             Program("web", [python, *web], ordinary, who),
-            Program("scheduler", [*manage, "run_scheduler"], ordinary, who),
+            Program("scheduler", [*self.manage_py, "run_scheduler"], ordinary, who),
             # Only this process is signalled, never its group: see `processes.start`.
             Program("worker", [python, *worker], root, stop_timeout_s=60.0),
-            Program("gate", [*manage, "run_gate"], root),
+            Program("gate", [*self.manage_py, "run_gate"], root),
         ]
 
     def check_health(self) -> None:
@@ -125,6 +135,7 @@ class Stack:
         with step("Health"):
             self._wait_for("web", self._web_is_ready)
             self._wait_for("gate", self._gate_answers)
+            self._wait_for("worker", self._host_reports)
 
     def stop(self) -> None:
         """Stop all that was started, guests included. May be repeated."""
@@ -173,6 +184,23 @@ class Stack:
         except OSError:
             return False
 
+    def _host_reports(self) -> bool:
+        """Tell whether the host was heard of since we started.
+
+        The scheduler asks the worker to look around, and the worker writes the time: so this
+        sees both of them, and the queue between.
+        """
+        query = "SELECT seen_at > %s FROM hosts_host WHERE name = %s"
+        values = (self.started_at, self.config.env["HOST_NAME"])
+        try:
+            with psycopg.connect(
+                self.config.env["DATABASE_URL"], connect_timeout=5
+            ) as database:
+                row = database.execute(query, values).fetchone()
+        except psycopg.OperationalError:
+            return False
+        return row is not None and bool(row[0])
+
     # -- running things ------------------------------------------------------------------------
 
     def manage(self, *arguments: str) -> str:
@@ -181,7 +209,7 @@ class Stack:
         Raises:
             LaunchFailed: it failed; the text has its last lines.
         """
-        command = [self.config.python, str(self.config.checkout / "manage.py"), *arguments]
+        command = [*self.manage_py, *arguments]
         answer = subprocess.run(
             command,
             env=self.config.environment(self.who),

@@ -1,0 +1,1 @@
+"""Tests of what starts and stops the platform."""
