@@ -1,0 +1,331 @@
+"""What the agent does for the host: freeze, thaw, stop, clock, growth, figures."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import sys
+import time
+
+from hosts.guest import protocol, spawn
+from hosts.guest.contexts import Rejected
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, Protocol
+
+    from hosts.guest.contexts import Contexts
+    from hosts.guest.doors import MachineOps, Reply
+    from hosts.guest.loop import Loop, Timer
+
+    class Disk(Protocol):
+        """The root file system."""
+
+        def freeze(self) -> None: ...
+        def thaw(self) -> None: ...
+        def size_bytes(self) -> int: ...
+        def device_bytes(self) -> int: ...
+        def free_bytes(self) -> int: ...
+
+    class Server(Protocol):
+        """The SSH server of the platform."""
+
+        def is_ready(self) -> bool: ...
+        def pause(self) -> None: ...
+        def resume(self) -> None: ...
+
+
+MAX_FREEZE_S = 600.0
+GROW_ABOVE = 0.8
+"""The part of the file system in use at which the watcher makes it larger."""
+
+_FIFREEZE = 0xC0045877
+_FITHAW = 0xC0045878
+_WATCH_EVERY_S = 2.0
+_LOOK_EVERY_S = 0.05
+_TOOLKIT = "/run/sandkeep/toolkit"
+_MIN_SPARE_BYTES = 64 * 1024 * 1024
+
+
+class RootDisk:
+    """The mounted root file system on its device."""
+
+    def __init__(self, path: str = "/", device: str = "/dev/vda") -> None:
+        self._path = path
+        self._device = device
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def freeze(self) -> None:
+        """Write everything out and hold all writers; fine when it is frozen already."""
+        os.sync()
+        try:
+            fcntl.ioctl(self._fd, _FIFREEZE, 0)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+
+    def thaw(self) -> None:
+        """Let writers go on; fine when it is not frozen."""
+        try:
+            fcntl.ioctl(self._fd, _FITHAW, 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+
+    def size_bytes(self) -> int:
+        found = os.statvfs(self._path)
+        return found.f_blocks * found.f_frsize
+
+    def free_bytes(self) -> int:
+        found = os.statvfs(self._path)
+        return found.f_bavail * found.f_frsize
+
+    def device_bytes(self) -> int:
+        fd = os.open(self._device, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.lseek(fd, 0, os.SEEK_END)
+        finally:
+            os.close(fd)
+
+
+class Machine:
+    """The operations of the host; each answers by calling `reply` once."""
+
+    def __init__(self, loop: Loop, disk: Disk, server: Server, contexts: Contexts) -> None:
+        self._loop = loop
+        self._disk = disk
+        self._server = server
+        self._contexts = contexts
+        self._thaw_timer: Timer | None = None
+        self._growing = False
+        self._frozen = False
+        self._disk.thaw()  # an agent before this one may have died with the disk frozen
+        loop.later(_WATCH_EVERY_S, self._watch)
+
+    def ops(self) -> MachineOps:
+        """What may be asked at either door."""
+        return {
+            "ping": self._ping,
+            "stats": self._stats,
+            "set_clock": self._set_clock,
+            "sync": self._sync,
+            "freeze": self._freeze,
+            "thaw": self._thaw,
+            "prepare_stop": self._prepare_stop,
+            "grow": self._grow,
+        }
+
+    def _ping(self, _params: dict[str, Any], reply: Reply) -> None:
+        reply(
+            {
+                "ok": True,
+                "ready": self._server.is_ready(),
+                "boot_id": boot_id(),
+                "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME),
+            }
+        )
+
+    def _stats(self, _params: dict[str, Any], reply: Reply) -> None:
+        reply({"ok": True, **figures(), "frozen": self._frozen, **self._disk_figures()})
+
+    def _disk_figures(self) -> dict[str, Any]:
+        found = os.statvfs("/")
+        return {
+            "disk_bytes": found.f_blocks * found.f_frsize,
+            "disk_free_bytes": found.f_bavail * found.f_frsize,
+            "disk_files": found.f_files,
+            "disk_files_free": found.f_ffree,
+            "device_bytes": self._disk.device_bytes(),
+        }
+
+    def _set_clock(self, params: dict[str, Any], reply: Reply) -> None:
+        unix_s = _number(params, "unix_s", 1e9, 1e11)
+        step_s = unix_s - time.time()
+        time.clock_settime(time.CLOCK_REALTIME, unix_s)
+        reply({"ok": True, "step_s": step_s})
+
+    def _sync(self, _params: dict[str, Any], reply: Reply) -> None:
+        self._in_child(os.sync, lambda _: reply({"ok": True}))
+
+    def _freeze(self, params: dict[str, Any], reply: Reply) -> None:
+        deadline_s = _number(params, "deadline_s", 0.1, MAX_FREEZE_S)
+        if self._thaw_timer:
+            self._thaw_timer.cancel()
+        # Set before the disk is frozen: whatever happens on the way, it is thawed again.
+        self._thaw_timer = self._loop.later(deadline_s, self._thaw_now)
+        self._freeze_then(reply)
+
+    def _thaw(self, _params: dict[str, Any], reply: Reply) -> None:
+        self._thaw_now()
+        self._contexts.closed = False
+        self._server.resume()
+        reply({"ok": True})
+
+    def _thaw_now(self) -> None:
+        if self._thaw_timer:
+            self._thaw_timer.cancel()
+            self._thaw_timer = None
+        self._frozen = False
+        self._disk.thaw()
+
+    def _freeze_then(self, reply: Reply, *, for_good: bool = False) -> None:
+        def frozen(status: int) -> None:
+            if status != 0:
+                self._thaw_now()
+                reply(_failure("the file system could not be frozen"))
+            elif not for_good and self._thaw_timer is None:
+                self._thaw_now()  # the deadline came first
+                reply(_failure("freezing took longer than the deadline"))
+            else:
+                self._frozen = True
+                reply({"ok": True})
+
+        self._in_child(self._disk.freeze, frozen)
+
+    def _prepare_stop(self, params: dict[str, Any], reply: Reply) -> None:
+        """End every process but this one and its parent, and leave the disk clean.
+
+        It stays frozen: what comes next is the end of the machine, or an explicit thaw.
+        """
+        deadline_s = _number(params, "deadline_s", 0.1, MAX_FREEZE_S)
+        started_s = time.monotonic()
+        self._contexts.closed = True
+        self._server.pause()
+        self._thaw_now()  # what is to end may be waiting to write
+        others = other_processes()
+        _signal_all(others, signal.SIGTERM)
+        _signal_all(others, signal.SIGCONT)
+        kill_at_s = started_s + min(5.0, deadline_s / 2)
+        give_up_at_s = started_s + deadline_s
+
+        def look() -> None:
+            now_s = time.monotonic()
+            others = other_processes()
+            if not others or now_s >= give_up_at_s:
+                self._freeze_then(reply, for_good=True)
+                return
+            if now_s >= kill_at_s:
+                _signal_all(others, signal.SIGKILL)
+            self._loop.later(_LOOK_EVERY_S, look)
+
+        look()
+
+    def _grow(self, params: dict[str, Any], reply: Reply) -> None:
+        """Enlarge the root file system, to `size_bytes` or to twice what it is."""
+        now_bytes = self._disk.size_bytes()
+        device_bytes = self._disk.device_bytes()
+        if params.get("size_bytes") is None:
+            wanted_bytes = min(2 * now_bytes, device_bytes)
+        else:
+            wanted_bytes = int(_number(params, "size_bytes", 0, 2**63))
+            if wanted_bytes > device_bytes:
+                raise Rejected(protocol.INVALID_REQUEST, "size_bytes is beyond the device")
+            if wanted_bytes < now_bytes:
+                raise Rejected(protocol.INVALID_REQUEST, "a file system cannot become smaller")
+        if self._growing:
+            raise Rejected(protocol.INVALID_REQUEST, "the file system is growing already")
+        if self._frozen:
+            raise Rejected(protocol.INVALID_REQUEST, "the file system is frozen")
+
+        def grown(status: int) -> None:
+            self._growing = False
+            if status == 0:
+                reply({"ok": True, "size_bytes": self._disk.size_bytes()})
+            else:
+                reply(_failure("resize2fs failed"))
+
+        self._growing = True
+        pid = spawn.start_quietly(
+            [f"{_TOOLKIT}/bin/resize2fs", "/dev/vda", f"{wanted_bytes // 1024}K"]
+        )
+        self._loop.await_child(pid, grown)
+
+    def _watch(self) -> None:
+        """Enlarge the file system before it is full."""
+        self._loop.later(_WATCH_EVERY_S, self._watch)
+        size_bytes = self._disk.size_bytes()
+        if self._disk.free_bytes() > size_bytes * (1 - GROW_ABOVE) or self._frozen:
+            return
+        if self._growing or self._disk.device_bytes() - size_bytes < _MIN_SPARE_BYTES * 2:
+            return
+        self._grow({}, _report_growth)
+
+    def _in_child(self, act: Callable[[], None], ended: Callable[[int], None]) -> None:
+        """Do what may block in a child, so that the doors stay open meanwhile."""
+        self._loop.await_child(spawn.fork_call(act), ended)
+
+
+def boot_id() -> str:
+    """The kernel's name for this run of it."""
+    return _read("/proc/sys/kernel/random/boot_id").strip()
+
+
+def figures() -> dict[str, Any]:
+    """Memory, processor and processes, as the kernel counts them."""
+    memory = {}
+    for line in _read("/proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        memory[name] = int(value.split()[0]) * 1024
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    cpu = [int(part) for part in _read("/proc/stat").split("\n", 1)[0].split()[1:]]
+    load = _read("/proc/loadavg").split()
+    return {
+        "memory_bytes": memory["MemTotal"],
+        "memory_available_bytes": memory["MemAvailable"],
+        "cpu_busy_s": (sum(cpu[:8]) - cpu[3] - cpu[4]) / ticks_per_s,
+        "cpu_idle_s": (cpu[3] + cpu[4]) / ticks_per_s,
+        "load": float(load[0]),
+        "processes": int(load[3].partition("/")[2]),
+        "unix_s": time.time(),
+    }
+
+
+def other_processes() -> list[int]:
+    """All that run but the kernel's own, process 1, and the caller with its children's dead."""
+    spared = {1, os.getpid()}
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib is slow to import
+        if not name.isdecimal() or int(name) in spared:
+            continue
+        try:
+            fields = _read(f"/proc/{name}/stat").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        is_kernel_thread = int(fields[6]) & 0x00200000  # PF_KTHREAD
+        if not is_kernel_thread and fields[0] not in ("Z", "X"):
+            found.append(int(name))
+    return found
+
+
+def _signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _report_growth(answer: dict[str, Any]) -> None:
+    said = f"now has {answer['size_bytes']} bytes" if answer["ok"] else "could not be enlarged"
+    sys.stderr.write(f"sandkeep: the file system {said}\n")
+
+
+def _failure(message: str) -> dict[str, Any]:
+    return {"ok": False, "error": {"code": "failed", "message": message}}
+
+
+def _number(params: dict[str, Any], name: str, least: float, most: float) -> float:
+    value = params.get(name)
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+        raise Rejected(
+            protocol.INVALID_REQUEST, f"{name} must be a number from {least:g} to {most:g}"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def _read(path: str) -> str:
+    with open(path) as file:  # noqa: PTH123 - pathlib is slow to import
+        return file.read()
