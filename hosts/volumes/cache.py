@@ -50,6 +50,11 @@ TOUCH_S = 10
 
 OPEN_FILES = 64
 
+_CAREFUL = os.O_CLOEXEC | os.O_NOFOLLOW
+"""The folder is the exports' own, and the worker that also writes there may be root."""
+
+_WRITE = os.O_WRONLY | os.O_CREAT | _CAREFUL
+
 
 class ObjectCache:
     """Reads objects through the cache. Thread-safe."""
@@ -226,7 +231,7 @@ class ObjectCache:
             if not self._reserve(_pages(len(body))):
                 return
             # Opened anew: a file that was evicted meanwhile must not take more space.
-            fd = os.open(self._packs / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            fd = os.open(self._packs / name, _WRITE, 0o600)
             try:
                 _give_to_owner(fd, self._packs)
                 _write_all(fd, body, offset)
@@ -246,7 +251,7 @@ class ObjectCache:
 
     @contextmanager
     def _locked_usage(self) -> Iterator[int]:
-        fd = os.open(self._usage, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        fd = os.open(self._usage, os.O_RDWR | os.O_CREAT | _CAREFUL, 0o600)
         try:
             _give_to_owner(fd, self._packs)
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -267,9 +272,7 @@ class ObjectCache:
         for _, allocated, path in sorted(files):
             if used <= target:
                 break
-            # Cut first: others may hold it open, and the space must be free now.
-            os.truncate(path, 0)
-            Path(path).unlink()
+            _delete(path)
             used -= allocated
         return used
 
@@ -278,7 +281,7 @@ class _CacheFile:
     """An open cache file. It is closed when the last user lets go of it."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = os.open(path, os.O_RDWR | _CAREFUL)
         self._touched_at = 0.0
 
     def __del__(self) -> None:
@@ -327,6 +330,17 @@ def _write_all(fd: int, body: bytes, offset: int) -> None:
         written = os.pwrite(fd, view, offset)
         offset += written
         view = view[written:]
+
+
+def _delete(path: str) -> None:
+    """Delete a cache file. It is cut first: others may hold it open."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | _CAREFUL)
+        try:
+            os.ftruncate(fd, 0)
+        finally:
+            os.close(fd)
+    Path(path).unlink(missing_ok=True)
 
 
 def _read_number(fd: int) -> int | None:

@@ -53,6 +53,11 @@ def start_daemon(
         raise DaemonFailed(f"{command[0]} did not start: {said}")
 
 
+def plain_environment() -> dict[str, str]:
+    """Give the environment of a daemon: nothing of ours, secrets least of all."""
+    return {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+
+
 def _groups(account: pwd.struct_passwd | None) -> list[int] | None:
     return os.getgrouplist(account.pw_name, account.pw_gid) if account else None
 

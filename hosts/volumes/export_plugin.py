@@ -1,4 +1,4 @@
-"""The nbdkit plugin that serves one generation, read-only.
+"""The nbdkit plugin that serves generations, read-only.
 
     nbdkit --readonly python export_plugin.py config=<file>
 
@@ -17,7 +17,7 @@ import nbdkit
 
 from common.units import MiB
 from hosts.volumes.blocks import BLOCK_BYTES
-from hosts.volumes.exports import ExportConfig
+from hosts.volumes.exports import ExportConfig, Exports
 from hosts.volumes.reader import VolumeReader
 
 API_VERSION = 2
@@ -38,38 +38,37 @@ def config(key: str, value: str) -> None:
 
 
 def config_complete() -> None:
-    """Read the configuration and the root, so that a bad one ends nbdkit at once."""
+    """Read the configuration, so that a bad one ends nbdkit at once."""
     settings = ExportConfig.read(_state["path"])
     logging.basicConfig(
         filename=settings.log, level=logging.WARNING, format=settings.LOG_FORMAT
     )
-    _state["reader"] = settings.open_reader()
+    _state["exports"] = Exports(settings)
 
 
-def open(readonly: bool) -> int:  # noqa: A001 - nbdkit's names
-    """Begin a connection; they share everything."""
-    return 1
+def open(readonly: bool) -> VolumeReader:  # noqa: A001 - nbdkit's name
+    """Begin a connection to the generation that the client names."""
+    exports: Exports = _state["exports"]
+    return exports.open(nbdkit.export_name())
 
 
-def get_size(handle: int) -> int:
+def get_size(reader: VolumeReader) -> int:
     """Say how large the device is, in bytes."""
-    reader: VolumeReader = _state["reader"]
     return reader.size_bytes
 
 
-def can_multi_conn(handle: int) -> bool:
+def can_multi_conn(reader: VolumeReader) -> bool:
     """Nothing ever changes, so connections cannot disagree."""
     return True
 
 
-def block_size(handle: int) -> tuple[int, int, int]:
+def block_size(reader: VolumeReader) -> tuple[int, int, int]:
     """Say the smallest, the best and the largest request."""
     return (1, BLOCK_BYTES, 32 * MiB)
 
 
-def pread(handle: int, buffer: bytearray, offset: int, flags: int) -> None:
+def pread(reader: VolumeReader, buffer: bytearray, offset: int, flags: int) -> None:
     """Read; an exception becomes an I/O error of the request."""
-    reader: VolumeReader = _state["reader"]
     try:
         reader.read_into(buffer, offset)
     except Exception:

@@ -1,4 +1,4 @@
-"""What an export process is told, and how it opens its generation.
+"""What an export process is told, and how it opens generations.
 
 Imported by the nbdkit plugin, so it keeps away from boto3.
 """
@@ -17,7 +17,7 @@ from hosts.volumes.errors import Corrupt
 from hosts.volumes.index import Root
 from hosts.volumes.naming import content_digest, parse_key
 from hosts.volumes.objects import StoreConfig
-from hosts.volumes.reader import VolumeReader
+from hosts.volumes.reader import ReaderMemory, VolumeReader
 from hosts.volumes.s3_reader import S3Reader
 
 
@@ -27,9 +27,8 @@ class ExportConfig:
 
     LOG_FORMAT: ClassVar[str] = "%(asctime)s %(levelname)s %(message)s"
 
-    root_key: str
-    root: str
-    """A file with the root itself, so that starting an export asks the store for nothing."""
+    roots: str
+    """The folder of `root_file`s, so that opening a root asks the store for nothing."""
     cache: str
     cache_budget_bytes: int
     fetched: str
@@ -44,17 +43,36 @@ class ExportConfig:
     def text(self) -> str:
         return json.dumps(asdict(self))
 
-    def open_reader(self) -> VolumeReader:
-        body = Path(self.root).read_bytes()
-        if content_digest(body) != parse_key(self.root_key)[1].digest:
-            raise Corrupt("The root of an export is not what its key says.")
+
+class Exports:
+    """The generations that one process serves; they share its cache and memory."""
+
+    def __init__(self, config: ExportConfig) -> None:
+        self._roots = Path(config.roots)
         cache = ObjectCache(
-            Path(self.cache),
-            budget_bytes=self.cache_budget_bytes,
-            reader=S3Reader(self.store),
-            on_fetch=FetchCounter(Path(self.fetched)).add,
+            Path(config.cache),
+            budget_bytes=config.cache_budget_bytes,
+            reader=S3Reader(config.store),
+            on_fetch=FetchCounter(Path(config.fetched)).add,
         )
-        return VolumeReader(Root.decode(body), cache)
+        self._memory = ReaderMemory(cache)
+
+    def open(self, root_key: str) -> VolumeReader:
+        """Open the generation with this root.
+
+        Raises:
+            Corrupt: its file is not what the key says.
+        """
+        body = root_file(self._roots, root_key).read_bytes()
+        if content_digest(body) != parse_key(root_key)[1].digest:
+            raise Corrupt("The root of an export is not what its key says.")
+        return VolumeReader(Root.decode(body), self._memory)
+
+
+def root_file(folder: Path, root_key: str) -> Path:
+    """Say where the root of an exported generation lies."""
+    parse_key(root_key)  # nothing but a key of ours may become a path
+    return folder / root_key.replace("/", "-")
 
 
 class Fetched(NamedTuple):

@@ -26,7 +26,7 @@ NAMES = (
     "publish.before",  # the state file names the new root as pending
     "publish.after",  # the head has moved; the state file does not know
     "drop.recorded",  # the state file has the new root and no frozen overlay
-    "drop.exported",  # the export of the new root runs
+    "drop.added",  # the daemon knows the new root
     "drop.reopened",  # the daemon reads through to it
     "drop.done",  # frozen overlay and old export are gone
     "commit.stopped",  # the storage daemon of a disk that is put away has ended

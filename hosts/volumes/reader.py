@@ -44,15 +44,24 @@ def load_leaf(cache: ObjectCache, root: Root, ref: LeafRef) -> Leaf:
     raise Corrupt(f"A leaf in {key} is not what its hash says.")
 
 
+class ReaderMemory:
+    """What readers of one process share: the cache, and by content what they decoded."""
+
+    def __init__(self, cache: ObjectCache) -> None:
+        self.cache = cache
+        self.blocks: _Recent[bytes, bytes] = _Recent(MEMORY_BLOCKS)
+        self.leaves: _Recent[bytes, Leaf] = _Recent(MEMORY_LEAVES)
+
+
 class VolumeReader:
     """Reads one generation through the cache. Thread-safe."""
 
-    def __init__(self, root: Root, cache: ObjectCache) -> None:
+    def __init__(self, root: Root, memory: ReaderMemory) -> None:
         self.size_bytes = root.size_bytes
         self._root = root
-        self._cache = cache
-        self._blocks: _Recent[int, bytes] = _Recent(MEMORY_BLOCKS)
-        self._leaves: _Recent[int, Leaf] = _Recent(MEMORY_LEAVES)
+        self._cache = memory.cache
+        self._blocks = memory.blocks
+        self._leaves = memory.leaves
 
     def read_into(self, buffer: memoryview | bytearray, offset: int) -> None:
         """Fill the buffer from the device, which must not be read beyond its end.
@@ -80,14 +89,14 @@ class VolumeReader:
         ref = self._root.leaves.get(leaf_number)
         if ref is None:
             return None
-        leaf = self._leaves.get(leaf_number, lambda: load_leaf(self._cache, self._root, ref))
+        leaf = self._leaves.get(ref.digest, lambda: load_leaf(self._cache, self._root, ref))
         return leaf[slot]
 
     def _block(self, number: int) -> bytes | None:
         entry = self._entry(number)
         if entry is None:
             return None
-        return self._blocks.get(number, lambda: self._load_block(entry))
+        return self._blocks.get(entry.digest, lambda: self._load_block(entry))
 
     def _load_block(self, entry: Entry) -> bytes:
         key = entry.pack.key("packs")

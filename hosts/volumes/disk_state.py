@@ -1,0 +1,82 @@
+"""The state file of an attached disk: what should be, written before it is made so."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+
+@dataclass
+class DiskState:
+    """What a disk should look like.
+
+    overlays [3, 4, 5]     3 lies on the root, 5 takes the guest's writes
+    base 2                 the root's node in the storage daemon is called base-2
+    pending (root, 2)      overlays 3 and 4 are in that root, whose publication is
+                           under way: whether the head has moved, its owner knows
+    """
+
+    volume: str
+    epoch: int
+    root_key: str
+    size_bytes: int
+    overlays: list[int] = field(default_factory=list)
+    next_overlay: int = 0
+    base: int = 0
+    pending_root_key: str | None = None
+    pending_overlays: int = 0
+    mountpoint: str | None = None
+    """Where the disk is shown by FUSE."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Read a state file; None when there is none."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: Path) -> None:
+        """Write it so that the file is the old or the new one, power loss included."""
+        new = path.with_suffix(".new")
+        with new.open("w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    @property
+    def active(self) -> int:
+        """The overlay that takes writes."""
+        return self.overlays[-1]
+
+    def add_overlay(self) -> int:
+        """Put a new overlay on top."""
+        number = self.next_overlay
+        self.overlays.append(number)
+        self.next_overlay += 1
+        return number
+
+    def announce(self, root_key: str, overlays: int) -> None:
+        """Note that a root with the lowest so many overlays is about to be published."""
+        self.pending_root_key = root_key
+        self.pending_overlays = overlays
+
+    def settle(self) -> None:
+        """Take the pending root as the base: the head has moved to it."""
+        assert self.pending_root_key is not None
+        self.root_key = self.pending_root_key
+        self.base += 1
+        self.drop_lowest(self.pending_overlays)
+
+    def drop_lowest(self, count: int) -> None:
+        """Forget overlays that the root has, or that say nothing that it does not."""
+        self.overlays = self.overlays[count:]
+        self.pending_root_key = None
+        self.pending_overlays = 0

@@ -1,0 +1,106 @@
+"""One disk's nbdkit: serves committed generations, each under its root's key as its name.
+
+So a disk that moves on to a new generation needs no new process: the root is put beside
+the others, and the storage daemon opens it by name.
+
+    RUN_DIR/disks/<volume hex>/export.{json,sock,pid,log}, fetched, roots-<…>
+"""
+
+import os
+import pwd
+from pathlib import Path
+
+import zstandard
+
+from hosts.volumes.cache import ObjectCache
+from hosts.volumes.daemons import daemon_pid, end_daemon, plain_environment, start_daemon
+from hosts.volumes.exports import ExportConfig, root_file
+from hosts.volumes.objects import StoreConfig
+
+THREADS = 16
+"""As many as QEMU's NBD client has requests under way."""
+
+
+class ExportDaemon:
+    """The export of one disk."""
+
+    def __init__(
+        self, run_dir: Path, cache_dir: Path, *, cache_budget_bytes: int, user: str | None
+    ) -> None:
+        self._run_dir = run_dir
+        self._cache_dir = cache_dir
+        self._cache_budget_bytes = cache_budget_bytes
+        self._user = user
+        self._pidfile = run_dir / "export.pid"
+        self.socket = run_dir / "export.sock"
+        self.fetched = run_dir / "fetched"
+
+    def is_running(self) -> bool:
+        return daemon_pid(self._pidfile) is not None
+
+    def offer(self, root_key: str, cache: ObjectCache) -> None:
+        """Make a generation available to the next that connects."""
+        path = root_file(self._run_dir, root_key)
+        if not path.exists():
+            self._write(path, cache.whole(root_key))
+
+    def withdraw_others(self, root_key: str) -> None:
+        """Forget generations that no storage daemon will open again."""
+        kept = root_file(self._run_dir, root_key)
+        for path in self._run_dir.glob("roots-*"):
+            if path != kept:
+                path.unlink(missing_ok=True)
+
+    def ensure(self, store: StoreConfig) -> None:
+        """Start it unless it runs."""
+        if self.is_running():
+            return
+        if not self.fetched.exists():
+            self._write(self.fetched, b"")
+        log = self._run_dir / "export.log"
+        self._write(log, b"")
+        config = self._run_dir / "export.json"
+        settings = ExportConfig(
+            roots=str(self._run_dir),
+            cache=str(self._cache_dir),
+            cache_budget_bytes=self._cache_budget_bytes,
+            fetched=str(self.fetched),
+            log=str(log),
+            store=store,
+        )
+        self._write(config, settings.text().encode())
+        self.socket.unlink(missing_ok=True)
+        command = ["nbdkit", "--readonly", "-P", str(self._pidfile), "-U", str(self.socket)]
+        command += ["-t", str(THREADS), "python", str(_PLUGIN), f"config={config}"]
+        start_daemon(command, user=self._user, environment=_python_environment())
+
+    def stop(self) -> None:
+        """End it at once: it holds nothing, and may be waiting for the store for long."""
+        end_daemon(self._pidfile, grace_s=0)
+
+    def _write(self, path: Path, body: bytes) -> None:
+        """Write a file that only the daemons' user may read, following no link of theirs."""
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(body)
+            if self._user is not None and os.geteuid() == 0:
+                entry = pwd.getpwnam(self._user)
+                os.fchown(fd, entry.pw_uid, entry.pw_gid)
+
+
+_PLUGIN = Path(__file__).resolve().with_name("export_plugin.py")
+
+
+def _python_environment() -> dict[str, str]:
+    """Lead nbdkit's own Python to our packages and the virtual environment's."""
+    checkout = _PLUGIN.parents[2]
+    site_packages = Path(zstandard.__file__).resolve().parents[1]
+    places = (checkout, checkout / "platform", site_packages)
+    return plain_environment() | {
+        "PYTHONPATH": os.pathsep.join(map(str, places)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # With an arena for each of its threads, glibc keeps 100 MB of freed buffers.
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_TRIM_THRESHOLD_": "1048576",
+    }
