@@ -1,0 +1,277 @@
+"""The files of paused sandboxes, opened and closed by the host's worker.
+
+    image (a path) ─▶ e2fsck ─▶ fuse2fs ─▶ SFTP on <files_dir>/<volume>.sock
+
+What runs for a volume is `hosts.paused_mount`, confined and without ties to the worker that
+started it: it outlives a killed worker, and the next one finds it by its pid file. Beside
+the socket lie, for each volume: `.pid`, `.state` (was it unmounted properly?), `.used` (its
+time is that of the last request), `.dirty` (not empty once anything was changed), `.lock`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from common.errors import Refused, Unavailable
+from hosts import paused_mount
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The check, the mount, and the start of a Python on a busy machine.
+OPEN_TIMEOUT_S = paused_mount.CHECK_TIMEOUT_S + paused_mount.MOUNT_TIMEOUT_S + 30
+CLOSE_TIMEOUT_S = paused_mount.SERVER_END_TIMEOUT_S + paused_mount.UNMOUNT_TIMEOUT_S + 10
+KILL_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 4096
+
+
+class FileSystemDamaged(Refused):
+    """The file system of this volume cannot be mounted; other volumes are not concerned."""
+
+    code = "file_system_damaged"
+
+
+class FilesUnavailable(Unavailable):
+    """The files could not be opened or closed now; nothing was lost."""
+
+    code = "files_unavailable"
+
+
+@dataclass(frozen=True)
+class PausedFilesConfig:
+    """Where the sockets are, where complaints go, and which ids stand for a guest's.
+
+    The ids from `first_id` on, 2^30 of them, must belong to nobody on this machine.
+    """
+
+    files_dir: Path
+    log_file: Path | None = None
+    first_id: int = 1 << 30
+
+
+class PausedFiles:
+    """The open volumes of this host. Any number of processes and threads may use it."""
+
+    def __init__(self, config: PausedFilesConfig) -> None:
+        self._config = config
+
+    def open(self, volume_id: UUID, image: Path) -> Path:
+        """Serve the volume's files from its raw image, unless that is done already.
+
+        The image's owner is changed to the confinement's. It must stay in place until
+        `close`, and nothing else may write to it.
+
+        Returns: the socket that speaks SFTP; the gate relays to it by the volume's id.
+
+        Raises:
+            FileSystemDamaged: e2fsck or fuse2fs would not have it.
+            FilesUnavailable: it was not ready in time, or could not be started.
+        """
+        with self._locked(volume_id):
+            if not self._is_running(volume_id):
+                self._start(volume_id, image)
+            return self.socket(volume_id)
+
+    def close(self, volume_id: UUID) -> bool:
+        """Stop serving, write everything to the image, and end every process of it.
+
+        Safe to repeat, and to call for what was never open.
+
+        Returns: whether the image is whole: unmounted properly after the last change. If
+            not (a process was killed or did not end in time), `open` mends what it can.
+        """
+        with self._locked(volume_id):
+            pid = self._running_pid(volume_id)
+            if pid is not None:
+                _end(pid)
+            for kind in ("sock", "pid"):
+                self._path(volume_id, kind).unlink(missing_ok=True)
+            return not self._was_cut_short(volume_id)
+
+    def is_open(self, volume_id: UUID) -> bool:
+        """Tell whether its files are being served."""
+        return self._is_running(volume_id)
+
+    def opened(self) -> list[UUID]:
+        """Return the volumes that are being served, whoever opened them."""
+        found = [UUID(path.stem) for path in self._config.files_dir.glob("*.pid")]
+        return [volume_id for volume_id in found if self._is_running(volume_id)]
+
+    def socket(self, volume_id: UUID) -> Path:
+        """Where the volume's files are served while they are open."""
+        return self._path(volume_id, "sock")
+
+    def last_used_at(self, volume_id: UUID) -> datetime | None:
+        """Return when the last request began; None if there never was one."""
+        try:
+            modified = self._path(volume_id, "used").stat().st_mtime
+        except FileNotFoundError:
+            return None
+        return datetime.fromtimestamp(modified, UTC)
+
+    def is_dirty(self, volume_id: UUID) -> bool:
+        """Tell whether something was changed since `clear_dirty`, in this opening or before."""
+        try:
+            return self._path(volume_id, "dirty").stat().st_size > 0
+        except FileNotFoundError:
+            return False
+
+    def clear_dirty(self, volume_id: UUID) -> None:
+        """Forget the changes, once they are committed or discarded; only while closed."""
+        with self._locked(volume_id):
+            if self._is_running(volume_id):
+                raise FilesUnavailable("The volume's files are open.")
+            self._path(volume_id, "dirty").unlink(missing_ok=True)
+            self._path(volume_id, "state").unlink(missing_ok=True)
+
+    def _path(self, volume_id: UUID, kind: str) -> Path:
+        return self._config.files_dir / f"{volume_id.hex}.{kind}"
+
+    @contextmanager
+    def _locked(self, volume_id: UUID) -> Iterator[None]:
+        self._config.files_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._path(volume_id, "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _start(self, volume_id: UUID, image: Path) -> None:
+        root_dir = self._config.files_dir / "root"  # each process mounts its own over it
+        root_dir.mkdir(exist_ok=True)
+        self._path(volume_id, "pid").unlink(missing_ok=True)
+        log = self._log()
+        process = subprocess.Popen(
+            [sys.executable, "-m", paused_mount.__name__, self._spec(volume_id, image)],
+            cwd=ROOT,
+            env=paused_mount.ENVIRONMENT
+            | {"PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "PYTHONUTF8": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+        os.close(log)
+        try:
+            answer = _read_answer(process)
+        finally:
+            self._finish_start(process)
+        if answer.get("ok") is not True:
+            self._give_up(volume_id)
+            detail = str(answer.get("detail", "it did not start in time"))
+            if answer.get("code") == "damaged":
+                raise FileSystemDamaged(f"The file system cannot be opened: {detail}.")
+            raise FilesUnavailable(f"The files cannot be opened: {detail}.")
+
+    def _spec(self, volume_id: UUID, image: Path) -> str:
+        return json.dumps(
+            {
+                "image": str(image),
+                "socket": str(self.socket(volume_id)),
+                "pid_file": str(self._path(volume_id, "pid")),
+                "state_file": str(self._path(volume_id, "state")),
+                "used_file": str(self._path(volume_id, "used")),
+                "dirty_file": str(self._path(volume_id, "dirty")),
+                "root_dir": str(self._config.files_dir / "root"),
+                "first_id": self._config.first_id,
+                "repair": self._was_cut_short(volume_id),
+            }
+        )
+
+    def _log(self) -> int:
+        path = self._config.log_file or Path(os.devnull)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    @staticmethod
+    def _finish_start(process: subprocess.Popen[bytes]) -> None:
+        """Reap the starter, which ends by itself once the confined child is known."""
+        if process.stdout is not None:
+            process.stdout.close()
+        try:
+            process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _give_up(self, volume_id: UUID) -> None:
+        pid = self._running_pid(volume_id)
+        if pid is not None:
+            _kill(pid)
+        for kind in ("sock", "pid"):
+            self._path(volume_id, kind).unlink(missing_ok=True)
+
+    def _was_cut_short(self, volume_id: UUID) -> bool:
+        """Tell whether a mount here did not end by a proper unmount."""
+        try:
+            return self._path(volume_id, "state").read_bytes() == b"dirty\n"
+        except FileNotFoundError:
+            return False
+
+    def _is_running(self, volume_id: UUID) -> bool:
+        return self._running_pid(volume_id) is not None
+
+    def _running_pid(self, volume_id: UUID) -> int | None:
+        """Return the pid of the volume's init, if that is still the same process."""
+        try:
+            pid, started = self._path(volume_id, "pid").read_text().split()
+        except (FileNotFoundError, ValueError):  # there is none, or it was never finished
+            return None
+        return int(pid) if _started(int(pid)) == started else None
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process began, in the kernel's ticks; None if it is no more."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, started = fields[0], fields[19]
+    return None if state in ("Z", "X") else started
+
+
+def _read_answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Read the one line; nothing in time, or something else, is an empty answer."""
+    if process.stdout is None:
+        raise RuntimeError("the process was started without a pipe")
+    readable, _, _ = select.select([process.stdout], [], [], OPEN_TIMEOUT_S)
+    line = os.read(process.stdout.fileno(), MAX_ANSWER_BYTES) if readable else b""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _end(pid: int) -> None:
+    """Ask the init of a confinement to end, and kill it with all of it if it does not."""
+    if not _signal_and_wait(pid, signal.SIGTERM, CLOSE_TIMEOUT_S):
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    if not _signal_and_wait(pid, signal.SIGKILL, KILL_TIMEOUT_S):
+        raise FilesUnavailable(f"Process {pid} cannot be ended.")
+
+
+def _signal_and_wait(pid: int, number: signal.Signals, timeout_s: float) -> bool:
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, number)
+        ended, _, _ = select.select([handle], [], [], timeout_s)
+    finally:
+        os.close(handle)
+    return bool(ended)

@@ -1,0 +1,528 @@
+"""The process that mounts a paused sandbox's file system where nothing of the host is.
+
+    python -m hosts.paused_mount '<spec as JSON>'     started as root by `hosts.paused_files`
+
+    root, host's namespaces      a small root is built: /usr read-only, /dev/fuse, the image
+      └─ fork, new user, mount, PID, network, IPC and UTS namespaces
+         └─ init (PID 1)         e2fsck, then fuse2fs, then the server; unmounts at the end
+            ├─ fuse2fs           sees the small root; may do no more than mount
+            └─ server            the guest's file system is its root; has no capability
+
+Whatever the guest wrote is parsed by e2fsck and fuse2fs and handed on by the server, all as
+an unprivileged range of ids, without a network, without a way to run or load a file of the
+guest (the mount is `noexec`, and Python's imports are shut before the first request). Init
+is the namespace's PID 1: when it ends, so does everything in it.
+
+One line of JSON on standard output says how the start went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from common.units import GiB
+from hosts.sftp_server import Journal, forbid_imports, serve
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+CONFINED = (
+    CLONE_NEWUSER
+    | CLONE_NEWNS
+    | CLONE_NEWPID
+    | CLONE_NEWNET
+    | CLONE_NEWIPC
+    | CLONE_NEWUTS
+    | CLONE_NEWCGROUP
+)
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}[os.uname().machine]
+PR_SET_PDEATHSIG = 1
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+CAP_SYS_ADMIN = 21
+CAPABILITY_VERSION_3 = 0x20080522
+
+# Ids of guests from 0 up to this keep their values in the image; real ones are far below.
+MAPPED_IDS = 1 << 30
+
+# What e2fsck needs grows with the used part of a file system; a guest may not take more.
+CHECK_MEMORY_BYTES = 2 * GiB
+MOUNT_MEMORY_BYTES = 1 * GiB
+SERVER_MEMORY_BYTES = 1 * GiB
+SERVER_FILES = 1024
+
+CHECK_TIMEOUT_S = 60.0
+MOUNT_TIMEOUT_S = 20.0
+SERVER_END_TIMEOUT_S = 10.0
+# fuse2fs writes what it holds back when it is unmounted, through the storage daemon.
+UNMOUNT_TIMEOUT_S = 60.0
+
+ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "TZ": "UTC0"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What `hosts.paused_files` asks for; every path is absolute.
+
+    `repair` asks e2fsck to mend all it can, and not only what is sure to be harmless: for
+    an image whose last mount here was cut short.
+    """
+
+    image: str
+    socket: str
+    pid_file: str
+    state_file: str
+    used_file: str
+    dirty_file: str
+    root_dir: str
+    first_id: int
+    repair: bool
+
+
+class Failed(Exception):
+    """The start failed; `code` is "damaged" or "unavailable"."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+
+
+@dataclass
+class Outside:
+    """What is opened before the confinement and used from inside it."""
+
+    status: int
+    listener: socket.socket
+    state: int
+    used: int
+    dirty: int
+
+    def tell(self, **answer: object) -> None:
+        """Write the one line that the starter waits for."""
+        os.write(self.status, json.dumps(answer).encode() + b"\n")
+        os.close(self.status)
+
+    def write_state(self, *, is_clean: bool) -> None:
+        """Record whether the image is as a proper unmount leaves it."""
+        os.pwrite(self.state, b"clean\n" if is_clean else b"dirty\n", 0)
+        os.fsync(self.state)
+
+
+def main(argument: str) -> None:
+    """Build the small root, confine a child in it, and say who it is."""
+    spec = Spec(**json.loads(argument))
+    os.umask(0o077)
+    outside = Outside(
+        status=os.dup(1),
+        listener=_listen(spec.socket),
+        state=os.open(spec.state_file, os.O_RDWR | os.O_CREAT, 0o600),
+        used=os.open(spec.used_file, os.O_RDWR | os.O_CREAT, 0o600),
+        dirty=os.open(spec.dirty_file, os.O_RDWR | os.O_CREAT, 0o600),
+    )
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 1)
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+    pid_file = os.open(spec.pid_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.chown(spec.image, spec.first_id, spec.first_id)
+    _enter_small_root(spec)
+
+    init_pid = _confine(spec, outside, proc)
+    os.write(pid_file, f"{init_pid} {_start_time(proc, init_pid)}\n".encode())
+
+
+def _listen(path: str) -> socket.socket:
+    if os.path.lexists(path):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(128)
+    return listener
+
+
+def _start_time(proc: int, pid: int) -> str:
+    """Read when a process began: with its pid, that names it for good."""
+    fd = os.open(f"{pid}/stat", os.O_RDONLY, dir_fd=proc)
+    try:
+        # The name in parentheses may hold anything; the 22nd field is counted after it.
+        return os.read(fd, 4096).decode(errors="replace").rpartition(")")[2].split()[19]
+    finally:
+        os.close(fd)
+
+
+# The small root
+
+
+def _enter_small_root(spec: Spec) -> None:
+    _unshare(CLONE_NEWNS)
+    _mount(None, "/", None, MS_REC | MS_PRIVATE)
+    root = spec.root_dir
+    _mount("tmpfs", root, "tmpfs", MS_NOSUID, "mode=0755,size=1m")
+    os.umask(0o022)
+    for name in ("dev", "etc", "image", "mnt", "old", "usr"):
+        os.mkdir(f"{root}/{name}")
+    _bind_read_only("/usr", f"{root}/usr")
+    for name in ("bin", "lib", "lib64", "sbin"):
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
+        elif os.path.isdir(f"/{name}"):
+            os.mkdir(f"{root}/{name}")
+            _bind_read_only(f"/{name}", f"{root}/{name}")
+    _touch(f"{root}/etc/ld.so.cache")
+    _bind_read_only("/etc/ld.so.cache", f"{root}/etc/ld.so.cache")
+    for name, minor in (("null", (1, 3)), ("fuse", (10, 229))):
+        # Our own nodes: the machine's /dev/fuse may be root's alone.
+        os.mknod(f"{root}/dev/{name}", 0o020666, os.makedev(*minor))
+        os.chmod(f"{root}/dev/{name}", 0o666)  # noqa: S103
+    _touch(f"{root}/image/disk")
+    _mount(spec.image, f"{root}/image/disk", None, MS_BIND)
+    os.chdir(root)
+    if _libc.syscall(SYS_PIVOT_ROOT, b".", b"old"):
+        raise _os_error("pivot_root")
+    os.chdir("/")
+    if _libc.umount2(b"/old", MNT_DETACH):
+        raise _os_error("umount2")
+    os.rmdir("/old")
+    _mount(None, "/", None, MS_REMOUNT | MS_NOSUID | MS_RDONLY, "mode=0755,size=1m")
+
+
+def _touch(path: str) -> None:
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+
+
+def _bind_read_only(source: str, target: str) -> None:
+    _mount(source, target, None, MS_BIND)
+    _mount(None, target, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
+    encoded = [None if part is None else part.encode() for part in (source, target, kind)]
+    if _libc.mount(*encoded, ctypes.c_ulong(flags), options.encode() if options else None):
+        raise _os_error(f"mount {target}")
+
+
+def _unshare(flags: int) -> None:
+    if _libc.unshare(flags):
+        raise _os_error("unshare")
+
+
+def _os_error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+# The confinement
+
+
+def _confine(spec: Spec, outside: Outside, proc: int) -> int:
+    """Fork a child into new namespaces, map its ids, and return the pid of its init."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        _run_and_exit(lambda: _become_confined(spec, outside, theirs))
+    theirs.close()
+    if ours.recv(1) != b"u":
+        raise RuntimeError("the confined child did not start")
+    line = f"0 {spec.first_id} {MAPPED_IDS}\n".encode()
+    for name in ("uid_map", "gid_map"):
+        fd = os.open(f"{child}/{name}", os.O_WRONLY, dir_fd=proc)
+        os.write(fd, line)
+        os.close(fd)
+    ours.send(b"m")
+    init_pid = int(ours.recv(32))
+    os.waitpid(child, 0)
+    return init_pid
+
+
+def _become_confined(spec: Spec, outside: Outside, starter: socket.socket) -> None:
+    _unshare(CONFINED)
+    starter.send(b"u")
+    if starter.recv(1) != b"m":
+        raise RuntimeError("the ids were not mapped")
+    os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    # The fork's child is the first process of the new PID namespace. We are still in the
+    # old one, so what fork returns to us is the pid that the host knows it by.
+    init = os.fork()
+    if init == 0:
+        starter.close()
+        _run_and_exit(lambda: Init(spec, outside).run())
+    starter.send(str(init).encode())
+
+
+def _run_and_exit(body: Any) -> NoReturn:
+    """Run in a forked child and end it there, whatever happens."""
+    status = 1
+    try:
+        status = body() or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+def _limit(*, memory_bytes: int, processes: int | None = None) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if processes is not None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+
+
+class _CapHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _CapData(ctypes.Structure):
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    )
+
+
+def _drop_capabilities(*, keep: int | None = None) -> None:
+    """Give up all capabilities but one, for this process and all that it starts."""
+    if _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise _os_error("no_new_privs")
+    for number in range(64):
+        if number != keep:
+            _libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)  # fails beyond the kernel's last
+    kept = 0 if keep is None else 1 << keep
+    data = (_CapData * 2)(_CapData(kept, kept, 0), _CapData(0, 0, 0))
+    header = _CapHeader(CAPABILITY_VERSION_3, 0)
+    if _libc.capset(ctypes.byref(header), data):
+        raise _os_error("capset")
+
+
+# Init
+
+
+class Init:
+    """PID 1 of the confinement."""
+
+    def __init__(self, spec: Spec, outside: Outside) -> None:
+        self._spec = spec
+        self._outside = outside
+        self._image = os.open("/image/disk", os.O_RDWR | os.O_CLOEXEC)
+        self._fuse: subprocess.Popen[bytes] | None = None
+        self._server = 0
+
+    def run(self) -> int:
+        """Serve until SIGTERM; the state file then says whether all is in the image."""
+        signals = {signal.SIGTERM, signal.SIGCHLD}
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            self._check()
+            self._outside.write_state(is_clean=False)
+            self._start_mount()
+            self._start_server()
+        except Failed as failure:
+            self._kill_all()
+            self._outside.tell(ok=False, code=failure.code, detail=failure.detail)
+            return 1
+        self._outside.tell(ok=True)
+
+        asked = self._wait(signals)
+        saved = self._end_server() and self._unmount()
+        os.fsync(self._image)
+        if saved:
+            self._outside.write_state(is_clean=True)
+        self._kill_all()
+        return 0 if asked and saved else 1
+
+    def _check(self) -> None:
+        """Replay the journal and mend what is harmless to mend.
+
+        fuse2fs 1.47.0 crashes on a journal that needs replay, so this always comes first.
+        """
+        mode = ("-f", "-y") if self._spec.repair else ("-p",)
+        check = self._spawn(["e2fsck", *mode, "/image/disk"], memory_bytes=CHECK_MEMORY_BYTES)
+        try:
+            code = check.wait(CHECK_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            check.kill()
+            raise Failed("damaged", f"no end of checking in {CHECK_TIMEOUT_S:.0f} s") from None
+        # 1 mended, 2 mended and wants a reboot; all else is left wrong, or never ran.
+        if code & ~3:
+            raise Failed("damaged", f"e2fsck ended with {code}")
+
+    def _start_mount(self) -> None:
+        self._fuse = self._spawn(
+            # Single-threaded: one lock would serialise its threads anyway.
+            [
+                "fuse2fs",
+                "/image/disk",
+                "/mnt",
+                "-f",
+                "-s",
+                "-o",
+                "fakeroot,rw,noexec,nosuid,nodev",
+            ],
+            memory_bytes=MOUNT_MEMORY_BYTES,
+            keep=CAP_SYS_ADMIN,
+        )
+
+    def _spawn(
+        self, command: list[str], *, memory_bytes: int, keep: int | None = None
+    ) -> subprocess.Popen[bytes]:
+        def confine() -> None:
+            _limit(memory_bytes=memory_bytes)
+            _drop_capabilities(keep=keep)
+            signal.pthread_sigmask(signal.SIG_SETMASK, set())
+
+        # Its output is dropped: a hostile file system decides how much of it there is.
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            preexec_fn=confine,  # noqa: PLW1509 -- there is one thread
+            start_new_session=True,
+        )
+
+    def _start_server(self) -> None:
+        """Fork the server and wait until it is inside the mount."""
+        ready, tell_ready = os.pipe()
+        self._server = os.fork()
+        if self._server == 0:
+            os.close(ready)
+            os.close(self._outside.status)
+            os.close(self._image)
+            _run_and_exit(lambda: _serve_inside(self._outside, tell_ready))
+        os.close(tell_ready)
+        deadline = time.monotonic() + MOUNT_TIMEOUT_S
+        while not select.select([ready], [], [], 0.05)[0]:
+            if self._has_ended(self._fuse) or time.monotonic() > deadline:
+                break
+        else:
+            is_ready = os.read(ready, 1) == b"r"
+            os.close(ready)
+            if is_ready:
+                return
+        # fuse2fs ends at once on a file system that it cannot open.
+        code = "damaged" if self._has_ended(self._fuse) else "unavailable"
+        raise Failed(code, "the file system could not be mounted")
+
+    @staticmethod
+    def _has_ended(process: subprocess.Popen[bytes] | None) -> bool:
+        return process is not None and process.poll() is not None
+
+    def _wait(self, signals: set[signal.Signals]) -> bool:
+        """Wait for SIGTERM (True) or the end of the server or the mount (False)."""
+        while True:
+            if signal.sigwait(signals) == signal.SIGTERM:
+                return True
+            if self._has_ended(self._fuse) or self._server_has_ended():
+                return False
+
+    def _server_has_ended(self) -> bool:
+        if not self._server:
+            return True
+        try:
+            ended, _ = os.waitpid(self._server, os.WNOHANG)
+        except ChildProcessError:
+            ended = self._server
+        if ended:
+            self._server = 0
+        return not self._server
+
+    def _end_server(self) -> bool:
+        """End the server; between two requests, or it is killed in the middle of one."""
+        if self._server_has_ended():
+            return True
+        os.kill(self._server, signal.SIGTERM)
+        deadline = time.monotonic() + SERVER_END_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._server_has_ended():
+                return True
+            time.sleep(0.005)
+        os.kill(self._server, signal.SIGKILL)
+        return False
+
+    def _unmount(self) -> bool:
+        """Unmount, and wait until fuse2fs has written all that it held."""
+        if self._fuse is None or self._fuse.poll() is not None:
+            return False
+        if _libc.umount2(b"/mnt", 0):
+            return False
+        try:
+            return self._fuse.wait(UNMOUNT_TIMEOUT_S) == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+    def _kill_all(self) -> None:
+        """Kill what is left; the kernel would, when PID 1 ends, but this is in order."""
+        if self._fuse is not None and self._fuse.poll() is None:
+            self._fuse.kill()
+            self._fuse.wait()
+        if not self._server_has_ended():
+            os.kill(self._server, signal.SIGKILL)
+
+
+def _serve_inside(outside: Outside, ready: int) -> None:
+    """Go into the mount, give up everything, and serve."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _enter_mount()
+    _limit(memory_bytes=SERVER_MEMORY_BYTES, processes=0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (SERVER_FILES, SERVER_FILES))
+    _drop_capabilities()
+    journal = Journal(outside.used, outside.dirty)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+    forbid_imports()
+
+    async def serve_when_ready() -> None:
+        os.write(ready, b"r")
+        os.close(ready)
+        await serve(outside.listener, journal)
+
+    asyncio.run(serve_when_ready())
+
+
+def _enter_mount() -> None:
+    """Wait for the mount to appear, then make it the root of this process.
+
+    A mount that does not answer blocks here; init ends the wait with a kill.
+    """
+    outer = os.stat("/").st_dev
+    while os.stat("/mnt").st_dev == outer:
+        time.sleep(0.002)
+    os.chroot("/mnt")
+    os.chdir("/")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
