@@ -1,1 +1,1 @@
-"""The HTTP API of sandboxes."""
+"""`/api/v1`: sandboxes, their contexts and files, templates and quotas."""
