@@ -82,6 +82,13 @@ class PidFiles:
         process = Running(int(pid), int(ticks))
         return process if process.is_alive() else None
 
+    def last_pid(self, name: str) -> int | None:
+        """Return the number that was written last, whether or not that process still runs."""
+        try:
+            return int(self.path(name).read_text().split()[0])
+        except (FileNotFoundError, ValueError, IndexError):
+            return None
+
     def forget(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)
 
@@ -127,6 +134,26 @@ def stop(process: Running, how: signal.Signals = signal.SIGTERM, *, timeout_s: f
     _send(process, signal.SIGKILL)
     _gone_within(process, 5.0)
     return False
+
+
+def end_orphans(leader_pid: int, argv: Sequence[str]) -> None:
+    """Kill what a program that is gone left of itself.
+
+    A Dramatiq parent that is killed leaves its worker running, which goes on to take
+    messages. Only copies of the program in its own session are meant: what it started to
+    outlive it, the daemons of disks, has another command line.
+    """
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
+            command = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if session == leader_pid and command[:-1] == list(argv):
+            process = running(int(folder.name))
+            if process is not None:
+                _send(process, signal.SIGKILL)
+                _gone_within(process, 5.0)
 
 
 def _send(process: Running, how: signal.Signals) -> bool:

@@ -14,8 +14,8 @@ import psycopg
 from launch import libvirt_daemons, processes
 from launch.config import Config
 from launch.guests import leave_no_guest
-from launch.people import Person
-from launch.processes import PidFiles, Program
+from launch.people import Person, person
+from launch.processes import Program
 from launch.progress import LaunchFailed, say, step
 from launch.services import own_services
 from launch.supervisor import Supervisor
@@ -101,8 +101,8 @@ class Stack:
 
     def start_processes(self) -> None:
         """Start web, scheduler, host worker and host gate."""
-        for name in ("web", "scheduler", "worker", "gate"):
-            self.supervisor.end_leftover(name)
+        for program in self.programs():
+            self.supervisor.end_leftover(program)
         for port in ("WEB_PORT", "GATE_PORT"):
             self.supervisor.claim_port(port)
         for program in self.programs():
@@ -247,18 +247,11 @@ class Stack:
 
 def stop_leftovers(config: Config) -> None:
     """Stop what a killed supervisor left: processes, guests and their disks, servers."""
-    pid_files = PidFiles(config.pid_dir)
-    for name in ("web", "scheduler", "worker", "gate"):
-        _stop_leftover(pid_files, name)
+    who = person(config.env["SANDKEEP_USER"])
+    stack = Stack(config, who)
+    for program in stack.programs():
+        stack.supervisor.end_leftover(program)
     leave_no_guest(config)
-    for name in pid_files.names():
-        _stop_leftover(pid_files, name)
+    for service in own_services(config, who):
+        stack.supervisor.end_leftover(service.program)
     libvirt_daemons.leave(config)
-
-
-def _stop_leftover(pid_files: PidFiles, name: str) -> None:
-    process = pid_files.read(name)
-    if process is not None:
-        processes.stop(process, timeout_s=30.0)
-        say(f"  stopped {name}, left over")
-    pid_files.forget(name)

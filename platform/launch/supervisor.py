@@ -59,7 +59,7 @@ class Supervisor:
             LaunchFailed: its port is taken, or it does not answer.
         """
         with step(service.title):
-            self.end_leftover(service.program.name)
+            self.end_leftover(service.program)
             for name in service.port_names:
                 self.claim_port(name)
             service.prepare()
@@ -83,13 +83,16 @@ class Supervisor:
                 f"Stop it, or choose another port: {name}={port + 1} bin/up"
             )
 
-    def end_leftover(self, name: str) -> None:
+    def end_leftover(self, program: Program) -> None:
         """End what an earlier supervisor left behind when it was killed itself."""
-        process = self.pid_files.read(name)
+        process = self.pid_files.read(program.name)
         if process is not None:
-            say(f"  ending {name}, left over from an earlier start (pid {process.pid})")
-            processes.stop(process, timeout_s=20.0)
-        self.pid_files.forget(name)
+            say(f"  ending {program.name}, left over from an earlier start")
+            processes.stop(process, program.stop_signal, timeout_s=program.stop_timeout_s)
+        pid = self.pid_files.last_pid(program.name)
+        if pid is not None:
+            processes.end_orphans(pid, program.argv)
+        self.pid_files.forget(program.name)
 
     def start(self, program: Program, *, before: Callable[[], None] = lambda: None) -> Child:
         """Start a program and keep it running until `stop`."""
@@ -132,6 +135,7 @@ class Supervisor:
         ):
             say(f"  {program.name} did not stop in {program.stop_timeout_s:.0f} s: killed")
         child.popen.wait(timeout=10)
+        processes.end_orphans(child.process.pid, program.argv)
         self.pid_files.forget(program.name)
         say(f"  stopped {program.name}  {time.monotonic() - asked_at:.1f} s")
 
@@ -154,6 +158,7 @@ class Supervisor:
                 f"! {child.program.name} ended with {code}; again in {child.delay_s:.1f} s. "
                 f"Its log: {self.log(child.program.name)}"
             )
+            processes.end_orphans(child.process.pid, child.program.argv)
             child.restart_at = now + child.delay_s
             child.delay_s = min(2 * child.delay_s, LONGEST_DELAY_S)
         elif now >= child.restart_at:

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import FrameType
 
 from launch import processes
-from launch.config import CHECKOUT, configure, prepare_folders
+from launch.config import CHECKOUT, configure, load, prepare_folders
 from launch.processes import PidFiles
 from launch.progress import LaunchFailed, say
-from launch.stack import Stack
+from launch.stack import Stack, stop_leftovers
 
 SUPERVISOR = "supervisor"
 # The first start builds a kernel, a toolkit and a base image, on two slow cores.
@@ -181,6 +181,10 @@ def _follow(supervisor: "subprocess.Popen[bytes]", log: Path, ready: Path) -> in
 
 
 def _forget_all(state_dir: Path) -> None:
+    if (state_dir / "env").exists():
+        config = load({"STATE_DIR": str(state_dir)})
+        stop_leftovers(config)
+        shutil.rmtree(config.run_dir, ignore_errors=True)
     say(f"Forgetting all data in {state_dir}")
     for entry in state_dir.iterdir():
         if entry.name in KEPT_BY_FRESH:

@@ -1,7 +1,9 @@
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,22 @@ def test_another_process_with_an_old_number_is_left_alone(config: Config) -> Non
     assert me is not None
 
     assert processes.stop(Running(me.pid, me.started_ticks - 1), timeout_s=1.0)
+
+
+def test_what_a_killed_program_left_of_itself_goes_too(supervisor: Supervisor) -> None:
+    # Forks a copy of itself, as Dramatiq does; the copy outlives its parent.
+    script = "import os, time; os.fork(); time.sleep(1000)"
+    program = Program("pair", [sys.executable, "-c", script], dict(os.environ))
+    supervisor.start(program)
+    parent = supervisor.pid("pair")
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    assert eventually(lambda: children.read_text() != "")
+    child = processes.running(int(children.read_text()))
+    assert child is not None
+
+    os.kill(parent, signal.SIGKILL)
+
+    assert eventually(lambda: not child.is_alive())
 
 
 def test_the_log_of_a_program_holds_what_it_printed(supervisor: Supervisor) -> None:
