@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Decimal
+from typing import Any
 
 from django.db import connection
 from django.utils import timezone
@@ -100,8 +101,8 @@ def usage_by_day(team: Team, *, since: datetime, until: datetime) -> list[DayUsa
 
 
 def _rows(
-    sql: str, *, since: datetime | None, until: datetime | None, **params: object
-) -> list[tuple[object, ...]]:
+    sql: str, *, since: datetime | None, until: datetime | None, **params: Any
+) -> list[tuple[Any, ...]]:
     now = timezone.now()
     params |= {
         "now": now,

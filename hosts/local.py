@@ -61,7 +61,12 @@ def disks() -> Disks:
 @cache
 def paused_files() -> PausedFiles:
     """Return the servers of paused volumes' files on this host."""
-    return PausedFiles(PausedFilesConfig(run_dir=settings.RUN_DIR))
+    return PausedFiles(
+        PausedFilesConfig(
+            files_dir=settings.RUN_DIR / "files",
+            log_file=settings.STATE_DIR / "log" / "paused-files.log",
+        )
+    )
 
 
 def accelerator() -> Accelerator:
@@ -97,7 +102,7 @@ def serial_log_path(guest_uuid: UUID) -> Path:
 
 def fuse_path(volume_id: UUID) -> Path:
     """Return the file that a paused volume's block device is shown as."""
-    return Path(settings.RUN_DIR) / "files" / f"{volume_id.hex}.device"
+    return Path(settings.RUN_DIR) / "devices" / volume_id.hex
 
 
 @contextmanager

@@ -21,7 +21,7 @@ HostActor = dramatiq.Actor[Any, Any]
 # Longer than any boot or upload that still makes progress; both have time-outs of their own.
 TIME_LIMIT_MS = 60 * MINUTE * 1000
 # A customer waits: try again soon, and never so seldom that a cured fault goes unnoticed.
-RETRY = {"max_retries": None, "min_backoff": 500, "max_backoff": 15_000}
+RETRY: dict[str, Any] = {"max_retries": None, "min_backoff": 500, "max_backoff": 15_000}
 # A heartbeat that could not be taken in time is worth nothing; the next one is due.
 WATCH_MAX_AGE_MS = 6_000
 

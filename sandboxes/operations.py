@@ -399,6 +399,7 @@ def _end_files(sandbox: Sandbox) -> None:
     local.paused_files().close(volume.pk)
     local.disks().drop_fuse(volume.pk)
     _commit(volume, Generation.Kind.FILES)
+    local.paused_files().clear_dirty(volume.pk)
     detach_volume(volume.pk, epoch=volume.epoch)
     local.disks().detach(volume.pk, discard=True)
     volume.refresh_from_db()

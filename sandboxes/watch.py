@@ -10,8 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import NamedTuple
 from uuid import UUID
+
+from django.utils import timezone
 
 from common.errors import Unavailable
 from hosts import local
@@ -35,8 +38,8 @@ SILENT_AGENT_S = 90
 PING_EVERY_S = 10
 PINGS_AT_ONCE = 8
 # Written files are committed after this quiet; files that are only read stay open longer.
-FILES_QUIET_S = 1.5
-FILES_IDLE_S = 45
+FILES_QUIET = timedelta(seconds=1.5)
+FILES_IDLE = timedelta(seconds=45)
 
 
 class FollowUp(NamedTuple):
@@ -198,8 +201,9 @@ def _see_to_files(host: Host) -> Iterator[FollowUp]:
         elif not files.is_open(volume.pk):
             yield FollowUp("close_files", sandbox.id)
         else:
-            idle_s = time.time() - files.last_used_at(volume.pk)
-            if idle_s > (FILES_QUIET_S if files.is_dirty(volume.pk) else FILES_IDLE_S):
+            used_at = files.last_used_at(volume.pk) or volume.files_ready_at
+            idle = timezone.now() - used_at
+            if idle > (FILES_QUIET if files.is_dirty(volume.pk) else FILES_IDLE):
                 yield FollowUp("close_files", sandbox.id)
 
 

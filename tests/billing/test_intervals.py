@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 
 import pytest
 from django.db import IntegrityError, connection
@@ -91,7 +92,7 @@ def test_many_that_open_at_once_open_one(alices_team: Team, attempt: int) -> Non
 
     assert sum(upper is None for _, upper in periods()) == 1
     ends = periods()
-    for (_, end), (start, _) in zip(ends, ends[1:], strict=False):
+    for (_, end), (start, _) in pairwise(ends):
         assert end is not None
         assert start is not None
         assert end <= start

@@ -6,6 +6,7 @@ The hypervisor is `FakeHypervisor`. `FakeHost.install` puts all of it behind `ho
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,10 +116,10 @@ class FakeDisks:
 class FakePausedFiles:
     def __init__(self, disks: FakeDisks) -> None:
         self._disks = disks
-        self.used_at: dict[UUID, float] = {}
+        self.used_at: dict[UUID, datetime] = {}
 
-    def open(self, volume_id: UUID, device: Path) -> Path:
-        self.used_at[volume_id] = 0.0
+    def open(self, volume_id: UUID, image: Path) -> Path:
+        self.used_at[volume_id] = datetime(2026, 1, 1, tzinfo=UTC)
         return Path("/nowhere/files.sock")
 
     def is_open(self, volume_id: UUID) -> bool:
@@ -127,11 +128,14 @@ class FakePausedFiles:
     def is_dirty(self, volume_id: UUID) -> bool:
         return bool(self._disks.disks[volume_id].writes)
 
-    def last_used_at(self, volume_id: UUID) -> float:
+    def last_used_at(self, volume_id: UUID) -> datetime | None:
         return self.used_at[volume_id]
 
-    def close(self, volume_id: UUID) -> None:
-        self.used_at.pop(volume_id, None)
+    def clear_dirty(self, volume_id: UUID) -> None:
+        assert volume_id not in self.used_at
+
+    def close(self, volume_id: UUID) -> bool:
+        return self.used_at.pop(volume_id, None) is not None
 
 
 class FakeHost:
