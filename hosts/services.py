@@ -92,7 +92,11 @@ def attach_volume(volume_id: UUID, *, host: Host, purpose: Volume.Purpose) -> Vo
         VolumeBusy: another host, or this one for another purpose, has it.
     """
     with transaction.atomic():
-        volume = Volume.objects.select_for_update().select_related("head").get(pk=volume_id)
+        volume = (
+            Volume.objects.select_for_update(of=("self",))
+            .select_related("head")
+            .get(pk=volume_id)
+        )
         if volume.attached_host_id is not None:
             if volume.attached_host_id != host.pk or volume.attached_for != purpose:
                 raise VolumeBusy(volume.pk, volume.attached_host_id)
@@ -139,7 +143,11 @@ def publish_generation(
         StaleEpoch: the volume was given to someone else since.
     """
     with transaction.atomic():
-        volume = Volume.objects.select_for_update().select_related("head").get(pk=volume_id)
+        volume = (
+            Volume.objects.select_for_update(of=("self",))
+            .select_related("head")
+            .get(pk=volume_id)
+        )
         if volume.epoch != epoch or volume.deleted_at is not None:
             raise StaleEpoch(volume_id, epoch)
         if volume.head is not None and volume.head.root_key == root_key:
