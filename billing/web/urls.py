@@ -1,5 +1,10 @@
-"""Paths of `billing/web`."""
+"""Paths of the console's pages of usage."""
 
-from django.urls import URLPattern
+from django.urls import path
 
-urlpatterns: list[URLPattern] = []
+from billing.web import views
+
+urlpatterns = [
+    path("usage/", views.usage, name="usage"),
+    path("usage.csv", views.usage_csv, name="usage-csv"),
+]

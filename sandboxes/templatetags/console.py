@@ -5,7 +5,6 @@ Built into every template (settings.TEMPLATES), so no page has to load it.
 
 from datetime import datetime, timedelta
 from decimal import ROUND_HALF_UP, Decimal
-from urllib.parse import quote
 
 from django import template
 from django.utils import timezone
@@ -108,22 +107,12 @@ def money(dollars: Decimal | None) -> SafeString | str:
 
 
 @register.filter
-def shown(name: str) -> str:
-    """Return a file's name as it can be written to a page.
-
-    Names in a guest are bytes. Those that are no UTF-8 come as surrogate escapes, which
-    cannot be encoded; here they become replacement marks.
-    """
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-@register.filter
-def urlpath(path: str) -> str:
-    """Quote a path for a query string, byte for byte."""
-    return quote(path.encode("utf-8", "surrogateescape"), safe="/")
-
-
-@register.filter
 def under(path: str, prefix: str) -> bool:
     """Say whether a request's path lies under a prefix, for marking where one is."""
     return path.startswith(prefix)
+
+
+@register.filter
+def since(end: datetime, start: datetime) -> timedelta:
+    """Return the time between two instants."""
+    return end - start

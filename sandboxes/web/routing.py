@@ -1,5 +1,10 @@
-"""WebSocket paths of `sandboxes/web`; who may connect is checked in `config.asgi`."""
+"""WebSocket paths of the console; `config.asgi` checks their origin and reads the session."""
 
-from django.urls import URLPattern
+from django.urls import path
 
-websocket_urlpatterns: list[URLPattern] = []
+from sandboxes.consumers import LiveConsumer, TerminalConsumer
+
+websocket_urlpatterns = [
+    path("ws/teams/<uuid:team_id>/live", LiveConsumer.as_asgi()),
+    path("ws/sandboxes/<str:sandbox_id>/terminal", TerminalConsumer.as_asgi()),
+]

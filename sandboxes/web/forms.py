@@ -1,0 +1,145 @@
+"""What the console's forms accept."""
+
+import re
+from typing import Any
+
+from django import forms
+from django.core.exceptions import ValidationError
+
+from accounts.models import Team
+from billing.pricing import memory_price_per_hour
+from common.units import GiB, MiB
+from sandboxes.models import DEFAULT_MEMORY_BYTES, Sandbox, Template
+from sandboxes.quantities import MAX_MEMORY_BYTES, MIN_MEMORY_BYTES
+from sandboxes.templatetags.console import exact_money, size
+from sandboxes.web.spans import NotASpan, format_span, parse_span
+
+TIERS_BYTES = (256 * MiB, 512 * MiB, GiB, 2 * GiB, 4 * GiB, 8 * GiB, 16 * GiB)
+SPANS = ("10m", "1h", "8h", "1d", "7d")
+
+MAX_VARIABLES = 100
+MAX_ENVIRONMENT_CHARS = 64 * 1024
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class SpanField(forms.CharField):
+    """A span of time; its value is in seconds, 0 for none."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        widget = forms.TextInput(
+            {"class": "form-control", "list": "spans", "placeholder": "none", "size": 10}
+        )
+        super().__init__(required=False, max_length=60, widget=widget, **kwargs)
+
+    def prepare_value(self, value: Any) -> Any:
+        return format_span(value) if isinstance(value, int) else value
+
+    def to_python(self, value: Any) -> Any:
+        text = super().to_python(value)
+        try:
+            return parse_span(text or "")
+        except NotASpan as error:
+            raise ValidationError(str(error)) from error
+
+
+class MemoryField(forms.TypedChoiceField):
+    """A size of memory out of the tiers, and whatever a sandbox has already."""
+
+    def __init__(self, *, also_bytes: int | None = None, **kwargs: Any) -> None:
+        tiers = sorted({*TIERS_BYTES, also_bytes} if also_bytes else TIERS_BYTES)
+        choices = [
+            (tier, {"label": size(tier), "price": exact_money(price_per_hour(tier))})
+            for tier in tiers
+            if MIN_MEMORY_BYTES <= tier <= MAX_MEMORY_BYTES
+        ]
+        super().__init__(choices=choices, coerce=int, widget=forms.RadioSelect, **kwargs)
+
+
+def price_per_hour(memory_bytes: int) -> Any:
+    """Return the dollars that an hour of running with this memory costs."""
+    return memory_price_per_hour(memory_bytes // MiB)
+
+
+class LifetimeForm(forms.Form):
+    """How long a sandbox may run and live."""
+
+    ttl_s = SpanField(
+        label="Pause after", help_text="Its files are saved and it sleeps, at no compute cost."
+    )
+    hard_ttl_s = SpanField(
+        label="Delete after", help_text="It and its files are gone for good."
+    )
+    auto_resume = forms.BooleanField(
+        label="Wake it when it is used",
+        required=False,
+        widget=forms.CheckboxInput({"class": "form-check-input"}),
+    )
+
+    def clean(self) -> dict[str, Any]:
+        values = super().clean() or self.cleaned_data
+        ttl_s, hard_ttl_s = values.get("ttl_s", 0), values.get("hard_ttl_s", 0)
+        if ttl_s and hard_ttl_s and ttl_s > hard_ttl_s:
+            self.add_error("ttl_s", "It must not be longer than “Delete after”.")
+        return values
+
+
+class ClaimForm(LifetimeForm):
+    """What to start."""
+
+    template_id = forms.ChoiceField(label="Template", widget=forms.RadioSelect)
+    env_vars = forms.CharField(
+        label="Environment",
+        required=False,
+        max_length=MAX_ENVIRONMENT_CHARS,
+        help_text="One NAME=value a line, seen by every command.",
+        widget=forms.Textarea(
+            {"class": "form-control font-monospace", "rows": 3, "spellcheck": "false"}
+        ),
+    )
+
+    def __init__(self, *args: Any, team: Team, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.templates = templates_for(team)
+        ready = [template for template in self.templates if template.is_ready]
+        field = self.fields["template_id"]
+        assert isinstance(field, forms.ChoiceField)
+        field.choices = [(t.template_id, t.template_id) for t in ready]
+        field.initial = ready[0].template_id if ready else None
+        self.fields["memory_bytes"] = MemoryField(
+            label="Memory",
+            initial=ready[0].memory_bytes if ready else DEFAULT_MEMORY_BYTES,
+            also_bytes=ready[0].memory_bytes if ready else None,
+        )
+        self.fields["auto_resume"].initial = True
+
+    def clean_env_vars(self) -> dict[str, str]:
+        """Read the lines; an empty one is skipped."""
+        variables = {}
+        for number, line in enumerate(self.cleaned_data["env_vars"].splitlines(), start=1):
+            if not line.strip():
+                continue
+            name, equals, value = line.partition("=")
+            if not equals or _VARIABLE.fullmatch(name.strip()) is None or "\0" in value:
+                raise ValidationError(f"Line {number} is not NAME=value.")
+            variables[name.strip()] = value
+        if len(variables) > MAX_VARIABLES:
+            raise ValidationError(f"At most {MAX_VARIABLES} variables.")
+        return variables
+
+
+class MemoryForm(forms.Form):
+    """Another size of memory for a sandbox."""
+
+    def __init__(self, *args: Any, sandbox: Sandbox, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["memory_bytes"] = MemoryField(
+            label="Memory", initial=sandbox.memory_bytes, also_bytes=sandbox.memory_bytes
+        )
+
+
+def templates_for(team: Team) -> list[Template]:
+    """Return what the team can start from: its own before the public one of the same id."""
+    found: dict[str, Template] = {}
+    for template in Template.objects.visible_to(team).order_by("template_id", "team_id"):
+        found.setdefault(template.template_id, template)
+    return list(found.values())
