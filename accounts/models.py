@@ -3,7 +3,7 @@
 import hashlib
 import secrets
 import uuid
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, ClassVar, Self
 
 from django.conf import settings
@@ -15,6 +15,8 @@ from django.utils import timezone
 
 DEFAULT_RUNNING_LIMIT = 20
 DEFAULT_PAUSED_LIMIT = 2_000
+# A key that lives longer was made to last for ever; clients want a time all the same.
+LONGEST_LIFETIME = timedelta(days=366)
 
 
 class UserManager(BaseUserManager["User"]):
@@ -155,6 +157,10 @@ class ApiKey(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} ({self.hint})"
+
+    @property
+    def never_expires(self) -> bool:
+        return self.expires_at - self.created_at > LONGEST_LIFETIME
 
 
 class AuditEvent(models.Model):

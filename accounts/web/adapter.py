@@ -22,6 +22,9 @@ class AccountAdapter(DefaultAccountAdapter):  # type: ignore[misc]
         send = partial(super().send_mail, template_prefix, email, context)
         transaction.on_commit(send)
 
+    def format_email_subject(self, subject: str) -> str:
+        return f"Sandkeep: {subject}"
+
     def login(self, request: HttpRequest, user: User) -> None:
         # Here for everyone who has none: made by an operator, or by a sign-up cut short.
         team = create_first_team(user)
