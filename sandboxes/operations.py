@@ -18,7 +18,7 @@ from django.utils import timezone
 from common.errors import Unavailable
 from hosts import local
 from hosts.errors import VolumeBusy
-from hosts.guest.channel import AgentChannel, AgentSilent
+from hosts.guest.channel import AgentChannel, AgentFailed, AgentSilent
 from hosts.hypervisor import GuestState, Hypervisor, cores_for
 from hosts.models import Generation, Volume
 from hosts.services import (
@@ -160,8 +160,8 @@ def _make_ready(sandbox: Sandbox, hypervisor: Hypervisor) -> None:
 
 def _is_ready(channel: AgentChannel) -> bool:
     try:
-        return bool(channel.ping()["ready"])
-    except AgentSilent:
+        return channel.ping().ready
+    except (AgentSilent, AgentFailed):
         return False
 
 
@@ -233,7 +233,7 @@ def _stop_guest(sandbox: Sandbox) -> bool:
         channel = AgentChannel(local.channel_path(sandbox.uuid))
         try:
             channel.prepare_stop(STOP_DEADLINE_S)
-        except AgentSilent as error:
+        except (AgentSilent, AgentFailed) as error:
             if hypervisor.state(sandbox.uuid) is not GuestState.MISSING:
                 lifecycle.refuse_pause(sandbox, f"The pause failed: {error}")
                 log.warning("sandbox %s runs on: %s", sandbox.id, error)

@@ -19,7 +19,7 @@ from django.utils import timezone
 from common.errors import Unavailable
 from hosts import local
 from hosts.errors import GuestBusy
-from hosts.guest.channel import AgentChannel, AgentSilent
+from hosts.guest.channel import AgentChannel, AgentFailed, AgentSilent
 from hosts.hypervisor import Hypervisor
 from hosts.models import Host, Volume
 from hosts.services import HostReport, record_heartbeat
@@ -179,6 +179,8 @@ def _answers(uuid: UUID) -> bool:
         AgentChannel(local.channel_path(uuid)).ping()
     except AgentSilent:
         return False
+    except AgentFailed:
+        return True  # it lives, and says that something else is wrong
     return True
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from hosts.guest.channel import AgentSilent
+from hosts.guest.channel import AgentSilent, AgentState
 
 from hosts import local
 from hosts.errors import GuestBusy
@@ -151,12 +151,12 @@ class FakeHost:
     def channel(self, path: Path) -> Any:
         uuid = UUID(path.parent.name)
 
-        def ask(op: str) -> Callable[..., dict[str, object]]:
-            def answer(*args: object) -> dict[str, object]:
+        def ask(op: str) -> Callable[..., AgentState]:
+            def answer(*args: object) -> AgentState:
                 if uuid in self.silent:
-                    raise AgentSilent("It says nothing.")
+                    raise AgentSilent
                 self.asked.append((op, uuid))
-                return {"ready": True}
+                return AgentState(ready=True, boot_id="fake", uptime_s=1.0)
 
             return answer
 
