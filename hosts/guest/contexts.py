@@ -55,6 +55,8 @@ _LOOK_EVERY_S = 0.05
 _READ_BYTES = 65536
 _JOURNAL_BYTES = 1024 * 1024
 _MAX_ARGUMENTS = 4096
+_MAX_CELLS = 65535
+_MAX_SIGNAL = 64
 _MAX_SECONDS = 10 * 365 * 86400
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -623,7 +625,7 @@ def terminal_size(params: Any) -> tuple[int, int]:
     """
     sizes = (params.get("rows"), params.get("cols")) if isinstance(params, dict) else (0, 0)
     rows, columns = sizes
-    if not all(type(size) is int and 1 <= size <= 65535 for size in sizes):
+    if not all(type(size) is int and 1 <= size <= _MAX_CELLS for size in sizes):
         raise _invalid("pty", "must have rows and cols from 1 to 65535")
     return rows, columns  # type: ignore[return-value]
 
@@ -639,8 +641,8 @@ def signal_number(value: Any) -> int:
         named = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
         if isinstance(named, signal.Signals):
             return int(named)
-        value = int(value) if value.isdecimal() and len(value) < 3 else None
-    if type(value) is int and 1 <= value <= 64:
+        value = int(value) if re.fullmatch("[0-9]{1,2}", value) else None
+    if type(value) is int and 1 <= value <= _MAX_SIGNAL:
         return value
     raise _invalid("signal", "is not known")
 

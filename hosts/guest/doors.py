@@ -39,6 +39,7 @@ _FULL_BYTES = 512 * 1024
 _READ_BYTES = 65536
 _SEND_BYTES = 256 * 1024
 _MAX_LINE_BYTES = 1024 * 1024
+_LINGER_S = 10.0
 _CHECK_EVERY_S = 5.0
 _PAUSE_BETWEEN_TRIES_S = 1.0
 
@@ -100,6 +101,8 @@ class Connection:
         self._accepted_bytes = 0
         self._ends = False
         self._client_done = False
+        self._leaving = False
+        self._taking = False
         self._open = True
         self._events = READ
         sock.setblocking(False)
@@ -143,6 +146,10 @@ class Connection:
         except OSError:
             self._close()
             return
+        if self._leaving:
+            if not data:
+                self._close()
+            return
         if not data:
             # No more requests, but the client may still be reading.
             self._client_done = True
@@ -161,6 +168,9 @@ class Connection:
 
     def _take_waiting(self) -> None:
         """Act on frames in order, leaving those that must wait for room."""
+        if self._taking:
+            return  # what a frame did made room: the loop below goes on by itself
+        self._taking = True
         while self._waiting and self._open and not self._ends:
             frame = self._waiting[0]
             if frame.kind == protocol.INPUT and not self._has_room(frame):
@@ -172,6 +182,7 @@ class Connection:
                 self._refuse(Rejected(protocol.INVALID_REQUEST, str(error)))
             except Rejected as rejected:
                 self._refuse(rejected)
+        self._taking = False
         if self._open and not self._ends and self._on_frame == self._write_frame:
             if self._waiting:
                 self._wait_for_room()
@@ -378,7 +389,7 @@ class Connection:
             self._close()
             return
         if self._ends and not self._queue:
-            self._close()
+            self._leave()
             return
         self._update_events()
         if was_full and not self.is_full() and self._context:
@@ -389,8 +400,29 @@ class Connection:
         self._ends = True
         self._flush()
 
+    def _leave(self) -> None:
+        """Close it, but not while the client may be sending.
+
+        Closing with something unread would be an error on the client's side, and cost it
+        the last frames; so that is read away until the client has seen our end.
+        """
+        if self._context is None or self._client_done:
+            self._close()
+        elif not self._leaving:
+            self._leaving = True
+            self._context.detach(self)
+            self._waiting.clear()
+            try:
+                self._socket.shutdown(socket.SHUT_WR)
+            except OSError:
+                self._close()
+                return
+            self._events = READ
+            self._loop.change(self._fd, READ)
+            self._loop.later(_LINGER_S, self._close)
+
     def _update_events(self) -> None:
-        if not self._open:
+        if not self._open or self._leaving:
             return
         reads = not (self._client_done or self._ends or self._waiting)
         events = (READ if reads else 0) | (WRITE if self._queue else 0)
@@ -471,11 +503,8 @@ class PortDoor:
             self._queue.extend(json.dumps(document, separators=(",", ":")).encode() + b"\n")
             self._flush()
 
-        op = params.get("op")
-        act = self._machine.get(op) if isinstance(op, str) else None
+        act = self._machine.get(str(params.get("op")), _refuse_op)
         try:
-            if act is None:
-                raise Rejected(protocol.INVALID_REQUEST, "op is not known")
             act(params, reply)
         except Rejected as rejected:
             error = {"code": rejected.code, "message": str(rejected)}
@@ -491,3 +520,7 @@ class PortDoor:
                 self._queue.clear()  # nobody is there to read it
         except OSError:
             self._queue.clear()
+
+
+def _refuse_op(_params: dict[str, Any], _reply: Reply) -> None:
+    raise Rejected(protocol.INVALID_REQUEST, "op is not known")

@@ -210,7 +210,7 @@ def _set_users(_config: dict[str, Any]) -> None:
     if "root" not in names:
         users.append("root:x:0:0:root:/root:/bin/sh")
     if "sshd" not in names:
-        taken = {line.split(":")[2] for line in users if line.count(":") > 2}
+        taken = {part for line in users for part in line.split(":")[2:3]}
         uid = next(uid for uid in range(101, 65000) if str(uid) not in taken)
         users.append(f"sshd:x:{uid}:65534::/run/sshd:/usr/sbin/nologin")
     _write_if_other("/etc/passwd", "".join(f"{line}\n" for line in users))

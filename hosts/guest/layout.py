@@ -73,6 +73,7 @@ def archive(tree: Path, image: Path) -> None:
 
 def toolkit(tree: Path, programs: Path, kernel: Path) -> None:
     """Lay out the toolkit in the empty folder `tree`, from the same folders as `initramfs`."""
+    tree.chmod(0o755)  # the guest's other users run its sftp-server
     (tree / "bin").mkdir()
     (tree / "lib").mkdir()
     python = only((programs / "usr/bin").glob("python3.[0-9]*"))
@@ -108,7 +109,7 @@ def toolkit(tree: Path, programs: Path, kernel: Path) -> None:
 def squash(tree: Path, image: Path) -> None:
     """Pack a folder as a squashfs that is quick to read, rather than small."""
     run(
-        *("mksquashfs", tree, image, "-comp", "lz4", "-Xhc", "-b", "64K"),
+        *("mksquashfs", tree, image, "-comp", "lz4", "-b", "64K"),
         *("-all-root", "-noappend", "-no-progress", "-quiet"),
     )
 

@@ -119,7 +119,7 @@ def start_quietly(argv: list[str]) -> int:
         try:
             os.setsid()
             _restore_signals()
-            os.execve(argv[0], argv, _QUIET_ENV)
+            os.execve(argv[0], argv, _QUIET_ENV)  # noqa: S606
         finally:
             os._exit(NOT_FOUND)
     return pid
@@ -203,10 +203,10 @@ def _exec(argv: list[bytes], env: dict[bytes, bytes]) -> None:
     denied: OSError | None = None
     for path in candidates:
         try:
-            os.execve(path, argv, env)
+            os.execve(path, argv, env)  # noqa: S606
         except OSError as error:
             if error.errno == errno.ENOEXEC:
-                os.execve(b"/bin/sh", [b"sh", path, *argv[1:]], env)
+                os.execve(b"/bin/sh", [b"sh", path, *argv[1:]], env)  # noqa: S606
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 denied = denied or error
     raise denied or FileNotFoundError(errno.ENOENT, "not found")
