@@ -177,7 +177,8 @@ def prepare_folders(config: Config) -> Person:
     """Make the users and folders that the processes need; return the ordinary user."""
     who = ensure_person(config.env["SANDKEEP_USER"])
     disk = ensure_person(config.env["DISK_USER"], groups=(config.env["SOCKET_GROUP"],))
-    for folder in (config.log_dir, config.pid_dir, config.images_dir, config.run_dir):
+    static = config.state_dir / "static"
+    for folder in (config.log_dir, config.pid_dir, config.images_dir, config.run_dir, static):
         folder.mkdir(parents=True, exist_ok=True)
     for folder in (config.checkout / "var", config.state_dir):
         let_through(folder, who)

@@ -1,5 +1,6 @@
 """Programs that we start: their pidfiles, logs and end."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -39,6 +40,21 @@ class Running:
     def is_alive(self) -> bool:
         """Tell whether it still runs; one that only waits for its parent does not."""
         return _started_ticks(self.pid) == self.started_ticks
+
+    def ask(self, how: signal.Signals) -> None:
+        """Send a signal, unless it has ended."""
+        if self.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, how)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended; return whether it has."""
+        until = time.monotonic() + timeout_s
+        while self.is_alive():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        return True
 
 
 def _started_ticks(pid: int) -> int | None:
@@ -127,12 +143,11 @@ def stop(process: Running, how: signal.Signals = signal.SIGTERM, *, timeout_s: f
 
     Only the process itself is signalled, never its group.
     """
-    if not _send(process, how):
+    process.ask(how)
+    if process.wait(timeout_s):
         return True
-    if _gone_within(process, timeout_s):
-        return True
-    _send(process, signal.SIGKILL)
-    _gone_within(process, 5.0)
+    process.ask(signal.SIGKILL)
+    process.wait(5.0)
     return False
 
 
@@ -152,27 +167,8 @@ def end_orphans(leader_pid: int, argv: Sequence[str]) -> None:
         if session == leader_pid and command[:-1] == list(argv):
             process = running(int(folder.name))
             if process is not None:
-                _send(process, signal.SIGKILL)
-                _gone_within(process, 5.0)
-
-
-def _send(process: Running, how: signal.Signals) -> bool:
-    if not process.is_alive():
-        return False
-    try:
-        os.kill(process.pid, how)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _gone_within(process: Running, timeout_s: float) -> bool:
-    until = time.monotonic() + timeout_s
-    while process.is_alive():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
+                process.ask(signal.SIGKILL)
+                process.wait(5.0)
 
 
 def last_lines(log: Path, count: int = 25) -> str:

@@ -53,9 +53,8 @@ class Stack:
         """Bring up all but the servers, which must answer."""
         for part in (
             self.start_libvirt,
-            self.migrate,
             self.build_images,
-            self.register,
+            self.record,
             self.start_processes,
             self.check_health,
         ):
@@ -72,11 +71,6 @@ class Stack:
         """Start libvirt where it does not run."""
         libvirt_daemons.ensure_running(self.config)
 
-    def migrate(self) -> None:
-        """Bring the database to this version's schema."""
-        with step("Database schema"):
-            self.manage("migrate", "--no-input", "--verbosity=0")
-
     def build_images(self) -> None:
         """Build what a guest boots from, where it is missing, and choose the accelerator."""
         images = str(self.config.images_dir)
@@ -89,15 +83,10 @@ class Stack:
                 [self.config.python, "-m", "hosts.guest.probe", "--images", images]
             )
 
-    def register(self) -> None:
-        """Record this machine as a host, and its base image as the default template."""
-        with step("This machine as a host"):
-            # As root: it also makes the guests' network.
-            self.run_as_root([*self.manage_py, "register_host"])
-        with step("Default template"):
-            self.manage(
-                "import_template", "default", str(self.config.images_dir / "base-default.ext4")
-            )
+    def record(self) -> None:
+        """Bring the schema, this machine's row and the default template up to date."""
+        image = str(self.config.images_dir / "base-default.ext4")
+        self.run_as_root([self.config.python, "-m", "launch.records", image])
 
     def start_processes(self) -> None:
         """Start web, scheduler, host worker and host gate."""
@@ -139,7 +128,7 @@ class Stack:
 
     def stop(self) -> None:
         """Stop all that was started, guests included. May be repeated."""
-        self.supervisor.stop_named("web", "scheduler", "worker", "gate")
+        self.supervisor.stop_together("web", "scheduler", "worker", "gate")
         leave_no_guest(self.config)
         self.supervisor.stop()
         libvirt_daemons.leave(self.config)

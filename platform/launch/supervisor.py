@@ -1,5 +1,6 @@
 """Keeps programs running: starts them, starts them again when they end, and stops them."""
 
+import signal
 import subprocess
 import threading
 import time
@@ -117,27 +118,30 @@ class Supervisor:
             children = list(self._children.values())
             self._children.clear()
         for child in reversed(children):
+            child.process.ask(child.program.stop_signal)
             self._end(child)
 
-    def stop_named(self, *names: str) -> None:
-        """Stop these, those that were started. May be repeated."""
-        for name in names:
-            with self._lock:
-                child = self._children.pop(name, None)
-            if child is not None:
-                self._end(child)
+    def stop_together(self, *names: str) -> None:
+        """Stop those of these that were started, all at once. May be repeated."""
+        with self._lock:
+            found = [self._children.pop(name, None) for name in names]
+        children = [child for child in found if child is not None]
+        for child in children:
+            child.process.ask(child.program.stop_signal)
+        for child in children:
+            self._end(child)
 
     def _end(self, child: Child) -> None:
+        """Wait for a program that was asked to stop, force it if need be, and forget it."""
         program = child.program
-        asked_at = time.monotonic()
-        if not processes.stop(
-            child.process, program.stop_signal, timeout_s=program.stop_timeout_s
-        ):
+        waited_from = time.monotonic()
+        if not child.process.wait(program.stop_timeout_s):
+            child.process.ask(signal.SIGKILL)
             say(f"  {program.name} did not stop in {program.stop_timeout_s:.0f} s: killed")
         child.popen.wait(timeout=10)
         processes.end_orphans(child.process.pid, program.argv)
         self.pid_files.forget(program.name)
-        say(f"  stopped {program.name}  {time.monotonic() - asked_at:.1f} s")
+        say(f"  stopped {program.name}  {time.monotonic() - waited_from:.1f} s")
 
     def _watch(self) -> None:
         while not self._stopping.wait(LOOK_EVERY_S):
