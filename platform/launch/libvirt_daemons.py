@@ -5,7 +5,6 @@ platform that leaves stops them, unless somebody else had started them.
 """
 
 import fcntl
-import importlib
 import shutil
 import subprocess
 import time
@@ -13,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hosts.libvirt_setup import configure
 from launch import processes
 from launch.config import Config
 from launch.processes import PidFiles, Program
-from launch.progress import LaunchFailed, step
+from launch.progress import LaunchFailed, say, step
 
+SYSTEMD = Path("/run/systemd/system")
 SOCKET = Path("/run/libvirt/libvirt-sock")
 # Shared by all checkouts: our daemons' pidfiles, and one file a platform that uses them.
 SHARED = Path("/run/sandkeep-libvirt")
@@ -35,14 +36,16 @@ def ensure_running(config: Config) -> None:
         (SHARED / "users").mkdir(exist_ok=True)
         (SHARED / "users" / config.env["GUEST_NETWORK"]).touch()
         # Before it starts: libvirtd reads its configuration once.
-        importlib.import_module("hosts.libvirt_setup").configure()
-        if _answers():
+        is_changed = configure()
+        if _answers() and not is_changed:
             return
-        if Path("/run/systemd/system").exists():
-            _run(["systemctl", "start", "virtlogd.socket", "libvirtd.service"])
+        if SYSTEMD.exists():
+            # Guests live through a restart of both.
+            _run(["systemctl", "restart", "virtlogd.service", "libvirtd.service"])
+        elif is_changed:
+            _restart_ours(config)
         else:
-            for name in DAEMONS:
-                _start(name, config.log_dir / f"{name}.log")
+            _start_all(config)
         _wait()
 
 
@@ -61,6 +64,23 @@ def leave(config: Config) -> None:
             if process is not None:
                 processes.stop(process, timeout_s=20.0)
             pid_files.forget(name)
+
+
+def _start_all(config: Config) -> None:
+    for name in DAEMONS:
+        _start(name, config.log_dir / f"{name}.log")
+
+
+def _restart_ours(config: Config) -> None:
+    """Have new settings read by daemons that we started; guests live through it."""
+    pid_files = PidFiles(SHARED)
+    for name in reversed(DAEMONS):
+        process = pid_files.read(name)
+        if process is not None:
+            processes.stop(process, timeout_s=20.0)
+    if _answers():
+        say("  libvirtd was started by somebody else: restart it to have it read new settings")
+    _start_all(config)
 
 
 @contextmanager
