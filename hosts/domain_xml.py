@@ -14,7 +14,7 @@ CONFIG_NAME = "opt/org.sandkeep/config"
 CHANNEL_NAME = "org.sandkeep.agent"
 EXPORT_NAME = "disk"
 
-# One core is 1,024 shares; with cgroup v2 libvirt writes the number as a weight (at most 10,000).
+# One core is 1,024 shares; with cgroup v2 libvirt writes them as a weight, 10,000 at most.
 SHARES_PER_CORE = 1024
 LEAST_SHARES, MOST_SHARES = 2, 10_000
 

@@ -58,9 +58,15 @@ UNREACHABLE_BY_RPC = frozenset({libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_IN
 KEEPALIVE_INTERVAL_S = 5
 KEEPALIVE_COUNT = 3
 
+# QEMU looks for a lost NBD server at intervals that grow to 16 s.
+RESUME_TIMEOUT_S = 25.0
+RESUME_STEP_S = 0.5
+
 # Calls that hang keep a thread each until the connection is closed; beyond this many a
 # host is not asked any more.
 MOST_STUCK_CALLS = 32
+
+ALL_CELLS = libvirt.VIR_NODE_MEMORY_STATS_ALL_CELLS
 
 CONFIG_PREFIX = "config-"
 
@@ -121,8 +127,22 @@ class LibvirtHypervisor:
         if domain is None:
             domain = self._create(connection, spec)
         if _guest_state(domain) is GuestState.HALTED:
+            self._resume(domain, spec.uuid)
+
+    def _resume(self, domain: "libvirt.virDomain", uuid: UUID) -> None:
+        """Let a guest go on whose disk had failed.
+
+        QEMU takes a while to find a disk that came back, and each request before that halts
+        the guest again.
+        """
+        until = time.monotonic() + RESUME_TIMEOUT_S
+        while time.monotonic() < until:
             domain.resume()
-            log.info("guest %s goes on", spec.uuid)
+            time.sleep(RESUME_STEP_S)
+            if _guest_state(domain) is not GuestState.HALTED:
+                log.info("guest %s goes on", uuid)
+                return
+        raise HostUnreachable(self.config.uri, f"the disk of guest {uuid} does not answer")
 
     def _create(self, connection: "libvirt.virConnect", spec: GuestSpec) -> "libvirt.virDomain":
         context = self._prepare(spec, connection.getType())
@@ -392,11 +412,22 @@ def _guest_state(domain: "libvirt.virDomain") -> GuestState:
 def _facts(connection: "libvirt.virConnect") -> HostFacts:
     info = connection.getInfo()
     return HostFacts(
-        memory_bytes=info[1] * MiB,
+        memory_bytes=_memory_bytes(connection),
         cpus=info[2],
         hypervisor_version=_version(connection.getVersion()),
         driver_version=_version(connection.getLibVersion()),
     )
+
+
+def _memory_bytes(connection: "libvirt.virConnect") -> int:
+    """Return the host's memory: what `getInfo` tells was seen to be a quarter of it."""
+    try:
+        return int(connection.getMemoryStats(ALL_CELLS)["total"]) * KiB
+    except libvirt.libvirtError as error:
+        # libvirt's test driver has none.
+        if error.get_error_code() != libvirt.VIR_ERR_NO_SUPPORT:
+            raise
+        return int(connection.getInfo()[1]) * MiB
 
 
 def _version(number: int) -> str:

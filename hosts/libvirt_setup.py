@@ -45,6 +45,7 @@ SETTINGS = {
 TUN = Path("/dev/net/tun")
 TUN_DEVICE = os.makedev(10, 200)
 KVM = Path("/dev/kvm")
+GROUP_MAY = stat.S_IRGRP | stat.S_IWGRP
 
 
 def configure(directory: Path = Path("/etc/libvirt")) -> bool:
@@ -100,9 +101,9 @@ def _open_kvm() -> None:
     except KeyError:
         return
     status = KVM.stat()
-    if status.st_gid != group or status.st_mode & 0o060 != 0o060:
+    if status.st_gid != group or status.st_mode & GROUP_MAY != GROUP_MAY:
         os.chown(KVM, -1, group)
-        KVM.chmod(stat.S_IMODE(status.st_mode) | 0o660)
+        KVM.chmod(stat.S_IMODE(status.st_mode) | GROUP_MAY)
 
 
 def main() -> int:

@@ -282,15 +282,17 @@ def ensure_network(config: NetworkConfig, *, uri: str = "qemu:///system") -> Non
         NetworkInUse: it is there with another bridge or subnet, and guests are on it.
         NetworkNotReady: nft or libvirt turned it down.
     """
-    _nft(config.name, ruleset(config))
     with _libvirt(config.name, uri) as connection:
         network = _find(connection, config.name)
-        if network is not None and network.isActive():
-            if _shape(network.XMLDesc()) == _shape(network_xml(config)):
-                return
-            if _taps(config.bridge):
+        active = network is not None and bool(network.isActive())
+        if network is not None and active and _differs(network, config):
+            if _taps(str(network.bridgeName())):
                 raise NetworkInUse(config.name)
             network.destroy()
+            active = False
+        _nft(config.name, ruleset(config))
+        if active:
+            return
         # Transient: it goes with the machine, like the rules, and `bin/up` makes both.
         connection.networkCreateXML(network_xml(config))
     log.info("network %s serves guests at %s", config.name, config.subnet)
@@ -391,6 +393,10 @@ def _shape(xml: str) -> Shape:
     )
 
 
+def _differs(network: "libvirt.virNetwork", config: NetworkConfig) -> bool:
+    return _shape(network.XMLDesc()) != _shape(network_xml(config))
+
+
 def _taps(bridge: str) -> list[str]:
     links = json.loads(_run(bridge, ["ip", "-j", "link", "show", "master", bridge]) or "[]")
     return [link["ifname"] for link in links]
@@ -407,6 +413,8 @@ def _find(connection: "libvirt.virConnect", name: str) -> "libvirt.virNetwork | 
 
 @contextmanager
 def _libvirt(name: str, uri: str) -> Iterator["libvirt.virConnect"]:
+    # libvirt's own handler prints each error to stderr; ours are raised.
+    libvirt.registerErrorHandler(lambda _context, _error: None, None)
     try:
         connection = libvirt.open(uri)
         try:

@@ -1,0 +1,33 @@
+"""What tests of the host need of the machine that they run on."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LIBVIRT_SOCKET = Path("/run/libvirt/libvirt-sock")
+
+
+def need(*, met: bool, what: str) -> None:
+    """Skip the test where something is missing, and fail it in CI."""
+    if met:
+        return
+    if os.environ.get("CI"):
+        pytest.fail(f"CI lacks {what}.")
+    pytest.skip(f"needs {what}")
+
+
+def need_libvirt() -> None:
+    """Need root and a libvirtd, as a host's worker has."""
+    need(met=os.geteuid() == 0, what="root")
+    need(met=LIBVIRT_SOCKET.exists(), what="a running libvirtd")
+
+
+def wait_for(what: Callable[[], bool], *, timeout_s: float, step_s: float = 0.1) -> bool:
+    """Ask until it is so, or the time is over; return what was said last."""
+    until = time.monotonic() + timeout_s
+    while not (answer := what()) and time.monotonic() < until:
+        time.sleep(step_s)
+    return answer
