@@ -1,9 +1,10 @@
 """Operators' view of users, teams and keys. What a change would corrupt is read-only."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.contrib.auth.admin import UserAdmin as DjangoUserAdmin
+from django.db import models
 from django.http import HttpRequest
 
 from accounts.models import ApiKey, AuditEvent, Membership, Team, User
@@ -24,6 +25,7 @@ class UserAdmin(DjangoUserAdmin[User]):
     ordering = ("email",)
     readonly_fields = ("id", "last_login", "date_joined", "updated_at")
     inlines = (MembershipInline,)
+    formfield_overrides: ClassVar = {models.URLField: {"assume_scheme": "https"}}
     fieldsets = (
         (None, {"fields": ("id", "email", "password", "name", "avatar_url")}),
         ("May", {"fields": ("is_active", "is_staff", "is_superuser", "groups")}),

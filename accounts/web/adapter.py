@@ -1,10 +1,10 @@
 """How allauth signs users up and in for us."""
 
-from functools import partial
 from typing import Any
 
 from allauth.account.adapter import DefaultAccountAdapter
 from allauth.core.internal import ratelimit
+from django.contrib.sites.shortcuts import get_current_site
 from django.core.exceptions import ValidationError
 from django.db import transaction
 from django.http import HttpRequest
@@ -18,9 +18,14 @@ class AccountAdapter(DefaultAccountAdapter):  # type: ignore[misc]
     """allauth's own, where a limit says how long it lasts and each sign-in is recorded."""
 
     def send_mail(self, template_prefix: str, email: str, context: dict[str, Any]) -> None:
-        """Send after the commit: no mail for a user who was not made after all."""
-        send = partial(super().send_mail, template_prefix, email, context)
-        transaction.on_commit(send)
+        """Send after the commit: no mail for a user who was not made after all.
+
+        A mail server that is down is logged and is no reason to fail: each mail can be
+        asked for again.
+        """
+        site = {"request": self.request, "current_site": get_current_site(self.request)}
+        message = self.render_mail(template_prefix, email, {"email": email} | site | context)
+        transaction.on_commit(message.send, robust=True)
 
     def format_email_subject(self, subject: str) -> str:
         return f"Sandkeep: {subject}"

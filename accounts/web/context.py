@@ -25,6 +25,6 @@ def teams(request: HttpRequest) -> dict[str, Any]:
 
 
 def _teams(request: HttpRequest) -> list[Team]:
-    if not request.user.is_authenticated:
+    if not request.user or not request.user.is_authenticated:
         return []
     return list(request.user.teams.order_by("name", "created_at"))

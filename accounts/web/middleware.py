@@ -39,7 +39,8 @@ class CurrentTeamMiddleware:
 
 def current_membership(request: HttpRequest) -> Membership | None:
     """Return the user's place in the team that they chose, or else in their first."""
-    if not request.user.is_authenticated:
+    # DRF's own pages set None, for nobody.
+    if not request.user or not request.user.is_authenticated:
         return None
     memberships = list(request.user.memberships.select_related("team").order_by("joined_at"))
     chosen = request.session.get(TEAM_IN_SESSION)

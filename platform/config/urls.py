@@ -5,7 +5,7 @@ The API's own paths are those under settings.API_PREFIXES; all others are pages.
 
 from django.contrib import admin
 from django.urls import include, path
-from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerView
+from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
 from accounts.web.signup import signup
 from common.api.health import Alive, Metadata, Ready
@@ -23,7 +23,7 @@ urlpatterns = [
     ),
     path(
         "api/docs",
-        SpectacularSwaggerView.as_view(authentication_classes=(), permission_classes=()),
+        SpectacularSwaggerSplitView.as_view(authentication_classes=(), permission_classes=()),
         name="docs",
     ),
     path("accounts/signup/", signup, name="account_signup"),
