@@ -4,8 +4,9 @@
 
 What runs for a volume is `hosts.paused_mount`, confined and without ties to the worker that
 started it: it outlives a killed worker, and the next one finds it by its pid file. Beside
-the socket lie, for each volume: `.pid`, `.state` (was it unmounted properly?), `.used` (its
-time is that of the last request), `.dirty` (not empty once anything was changed), `.lock`.
+the socket lie, for each volume: `.pid`; `.state` (was it unmounted properly? locked by what
+serves it, so that two never do); `.used` (its time is that of the last request); `.dirty` (not
+empty once anything was changed); `.lock` (held for the length of an `open` or a `close`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -93,7 +95,7 @@ class PausedFiles:
             not (a process was killed or did not end in time), `open` mends what it can.
         """
         with self._locked(volume_id):
-            pid = self._running_pid(volume_id)
+            pid = self._settled_pid(volume_id)
             if pid is not None:
                 _end(pid)
             for kind in ("sock", "pid"):
@@ -108,6 +110,11 @@ class PausedFiles:
         """Return the volumes that are being served, whoever opened them."""
         found = [UUID(path.stem) for path in self._config.files_dir.glob("*.pid")]
         return [volume_id for volume_id in found if self._is_running(volume_id)]
+
+    def changed(self) -> list[UUID]:
+        """Return the volumes with changes since their `clear_dirty`, open or not."""
+        found = [UUID(path.stem) for path in self._config.files_dir.glob("*.dirty")]
+        return [volume_id for volume_id in found if self.is_dirty(volume_id)]
 
     def socket(self, volume_id: UUID) -> Path:
         """Where the volume's files are served while they are open."""
@@ -133,8 +140,8 @@ class PausedFiles:
         with self._locked(volume_id):
             if self._is_running(volume_id):
                 raise FilesUnavailable("The volume's files are open.")
-            self._path(volume_id, "dirty").unlink(missing_ok=True)
-            self._path(volume_id, "state").unlink(missing_ok=True)
+            for kind in ("dirty", "state", "used"):
+                self._path(volume_id, kind).unlink(missing_ok=True)
 
     def _path(self, volume_id: UUID, kind: str) -> Path:
         return self._config.files_dir / f"{volume_id.hex}.{kind}"
@@ -147,39 +154,60 @@ class PausedFiles:
             yield
 
     def _start(self, volume_id: UUID, image: Path) -> None:
-        root_dir = self._config.files_dir / "root"  # each process mounts its own over it
-        root_dir.mkdir(exist_ok=True)
-        self._path(volume_id, "pid").unlink(missing_ok=True)
-        log = self._log()
-        process = subprocess.Popen(
-            [sys.executable, "-m", paused_mount.__name__, self._spec(volume_id, image)],
-            cwd=ROOT,
-            env=paused_mount.ENVIRONMENT
-            | {"PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "PYTHONUTF8": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-        )
-        os.close(log)
+        (self._config.files_dir / "root").mkdir(exist_ok=True)  # each mounts its own over it
+        with self._lock_state(volume_id) as state_fd:
+            self._path(volume_id, "pid").unlink(missing_ok=True)
+            process = self._spawn(self._spec(volume_id, image, state_fd), state_fd)
         try:
             answer = _read_answer(process)
         finally:
-            self._finish_start(process)
+            _reap_starter(process)
         if answer.get("ok") is not True:
             self._give_up(volume_id)
-            detail = str(answer.get("detail", "it did not start in time"))
+            detail = str(answer.get("detail", "the log says why"))
             if answer.get("code") == "damaged":
                 raise FileSystemDamaged(f"The file system cannot be opened: {detail}.")
             raise FilesUnavailable(f"The files cannot be opened: {detail}.")
 
-    def _spec(self, volume_id: UUID, image: Path) -> str:
+    @contextmanager
+    def _lock_state(self, volume_id: UUID) -> Iterator[int]:
+        """Lock the state file, for the process that inherits the descriptor.
+
+        So the lock is never free between our own end, however sudden, and that process's.
+        """
+        fd = os.open(self._path(volume_id, "state"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield fd
+        except BlockingIOError:
+            raise FilesUnavailable("The volume's files are still being opened.") from None
+        finally:
+            os.close(fd)
+
+    def _spawn(self, spec: str, state_fd: int) -> subprocess.Popen[bytes]:
+        log = self._log()
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-m", paused_mount.__name__, spec],
+                cwd=ROOT,
+                env=paused_mount.ENVIRONMENT
+                | {"PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "PYTHONUTF8": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                pass_fds=(state_fd,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+
+    def _spec(self, volume_id: UUID, image: Path, state_fd: int) -> str:
         return json.dumps(
             {
                 "image": str(image),
                 "socket": str(self.socket(volume_id)),
                 "pid_file": str(self._path(volume_id, "pid")),
-                "state_file": str(self._path(volume_id, "state")),
+                "state_fd": state_fd,
                 "used_file": str(self._path(volume_id, "used")),
                 "dirty_file": str(self._path(volume_id, "dirty")),
                 "root_dir": str(self._config.files_dir / "root"),
@@ -192,19 +220,8 @@ class PausedFiles:
         path = self._config.log_file or Path(os.devnull)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
-    @staticmethod
-    def _finish_start(process: subprocess.Popen[bytes]) -> None:
-        """Reap the starter, which ends by itself once the confined child is known."""
-        if process.stdout is not None:
-            process.stdout.close()
-        try:
-            process.wait(KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
     def _give_up(self, volume_id: UUID) -> None:
-        pid = self._running_pid(volume_id)
+        pid = self._settled_pid(volume_id)
         if pid is not None:
             _kill(pid)
         for kind in ("sock", "pid"):
@@ -216,6 +233,28 @@ class PausedFiles:
             return self._path(volume_id, "state").read_bytes() == b"dirty\n"
         except FileNotFoundError:
             return False
+
+    def _settled_pid(self, volume_id: UUID) -> int | None:
+        """Return the pid of the volume's init, waiting for one that is just being made.
+
+        A worker that was killed while it opened the volume leaves that behind.
+        """
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while (pid := self._running_pid(volume_id)) is None and self._is_locked(volume_id):
+            if time.monotonic() > deadline:
+                raise FilesUnavailable("The volume's files are still being opened.")
+            time.sleep(0.01)
+        return pid
+
+    def _is_locked(self, volume_id: UUID) -> bool:
+        try:
+            with self._path(volume_id, "state").open() as state:
+                fcntl.flock(state, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
 
     def _is_running(self, volume_id: UUID) -> bool:
         return self._running_pid(volume_id) is not None
@@ -237,6 +276,17 @@ def _started(pid: int) -> str | None:
         return None
     state, started = fields[0], fields[19]
     return None if state in ("Z", "X") else started
+
+
+def _reap_starter(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the starter, which ends by itself once the confined init is known."""
+    if process.stdout is not None:
+        process.stdout.close()
+    try:
+        process.wait(KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _read_answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:

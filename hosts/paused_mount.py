@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -86,6 +87,8 @@ SERVER_END_TIMEOUT_S = 10.0
 # fuse2fs writes what it holds back when it is unmounted, through the storage daemon.
 UNMOUNT_TIMEOUT_S = 60.0
 
+AWAITED = {signal.SIGTERM, signal.SIGCHLD}
+
 ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "TZ": "UTC0"}
 
 
@@ -93,14 +96,15 @@ ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "TZ": "UT
 class Spec:
     """What `hosts.paused_files` asks for; every path is absolute.
 
-    `repair` asks e2fsck to mend all it can, and not only what is sure to be harmless: for
-    an image whose last mount here was cut short.
+    `state_fd` is inherited, with a lock on it that lasts until init ends. `repair` asks
+    e2fsck to mend all it can, and not only what is sure to be harmless: for an image whose
+    last mount here was cut short.
     """
 
     image: str
     socket: str
     pid_file: str
-    state_file: str
+    state_fd: int
     used_file: str
     dirty_file: str
     root_dir: str
@@ -128,8 +132,9 @@ class Outside:
     dirty: int
 
     def tell(self, **answer: object) -> None:
-        """Write the one line that the starter waits for."""
-        os.write(self.status, json.dumps(answer).encode() + b"\n")
+        """Write the one line that the worker waits for, if it still lives."""
+        with suppress(BrokenPipeError):
+            os.write(self.status, json.dumps(answer).encode() + b"\n")
         os.close(self.status)
 
     def write_state(self, *, is_clean: bool) -> None:
@@ -142,10 +147,13 @@ def main(argument: str) -> None:
     """Build the small root, confine a child in it, and say who it is."""
     spec = Spec(**json.loads(argument))
     os.umask(0o077)
+    # Blocked from here on, for init to inherit: to a PID 1 that neither blocks nor handles
+    # it, the kernel does not deliver a SIGTERM at all.
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     outside = Outside(
         status=os.dup(1),
         listener=_listen(spec.socket),
-        state=os.open(spec.state_file, os.O_RDWR | os.O_CREAT, 0o600),
+        state=spec.state_fd,
         used=os.open(spec.used_file, os.O_RDWR | os.O_CREAT, 0o600),
         dirty=os.open(spec.dirty_file, os.O_RDWR | os.O_CREAT, 0o600),
     )
@@ -157,6 +165,7 @@ def main(argument: str) -> None:
     _enter_small_root(spec)
 
     init_pid = _confine(spec, outside, proc)
+    os.close(outside.state)  # init alone holds the lock by the time that anyone knows its pid
     os.write(pid_file, f"{init_pid} {_start_time(proc, init_pid)}\n".encode())
 
 
@@ -342,8 +351,6 @@ class Init:
 
     def run(self) -> int:
         """Serve until SIGTERM; the state file then says whether all is in the image."""
-        signals = {signal.SIGTERM, signal.SIGCHLD}
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             self._check()
             self._outside.write_state(is_clean=False)
@@ -355,7 +362,7 @@ class Init:
             return 1
         self._outside.tell(ok=True)
 
-        asked = self._wait(signals)
+        asked = self._wait()
         saved = self._end_server() and self._unmount()
         os.fsync(self._image)
         if saved:
@@ -420,8 +427,8 @@ class Init:
         self._server = os.fork()
         if self._server == 0:
             os.close(ready)
-            os.close(self._outside.status)
-            os.close(self._image)
+            for fd in (self._outside.status, self._outside.state, self._image):
+                os.close(fd)
             _run_and_exit(lambda: _serve_inside(self._outside, tell_ready))
         os.close(tell_ready)
         deadline = time.monotonic() + MOUNT_TIMEOUT_S
@@ -441,10 +448,10 @@ class Init:
     def _has_ended(process: subprocess.Popen[bytes] | None) -> bool:
         return process is not None and process.poll() is not None
 
-    def _wait(self, signals: set[signal.Signals]) -> bool:
+    def _wait(self) -> bool:
         """Wait for SIGTERM (True) or the end of the server or the mount (False)."""
         while True:
-            if signal.sigwait(signals) == signal.SIGTERM:
+            if signal.sigwait(AWAITED) == signal.SIGTERM:
                 return True
             if self._has_ended(self._fuse) or self._server_has_ended():
                 return False
