@@ -47,7 +47,7 @@ _FITHAW = 0xC0045878
 _WATCH_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.05
 _TOOLKIT = "/run/sandkeep/toolkit"
-_MIN_SPARE_BYTES = 64 * 1024 * 1024
+_MIN_SPARE_BYTES = 128 * 1024 * 1024
 
 
 class RootDisk:
@@ -101,6 +101,7 @@ class Machine:
         self._contexts = contexts
         self._thaw_timer: Timer | None = None
         self._growing = False
+        self._grown_to_bytes = 0
         self._frozen = False
         self._disk.thaw()  # an agent before this one may have died with the disk frozen
         loop.later(_WATCH_EVERY_S, self._watch)
@@ -233,6 +234,7 @@ class Machine:
         def grown(status: int) -> None:
             self._growing = False
             if status == 0:
+                self._grown_to_bytes = wanted_bytes
                 reply({"ok": True, "size_bytes": self._disk.size_bytes()})
             else:
                 reply(_failure("resize2fs failed"))
@@ -247,11 +249,14 @@ class Machine:
         """Enlarge the file system before it is full."""
         self._loop.later(_WATCH_EVERY_S, self._watch)
         size_bytes = self._disk.size_bytes()
-        if self._disk.free_bytes() > size_bytes * (1 - GROW_ABOVE) or self._frozen:
+        if self._growing or self._frozen:
             return
-        if self._growing or self._disk.device_bytes() - size_bytes < _MIN_SPARE_BYTES * 2:
+        if self._disk.free_bytes() > size_bytes * (1 - GROW_ABOVE):
             return
-        self._grow({}, _report_growth)
+        device_bytes = self._disk.device_bytes()
+        # What the file system keeps for itself makes it look smaller than its device.
+        if device_bytes > max(self._grown_to_bytes, size_bytes + _MIN_SPARE_BYTES):
+            self._grow({}, _report_growth)
 
     def _in_child(self, act: Callable[[], None], ended: Callable[[int], None]) -> None:
         """Do what may block in a child, so that the doors stay open meanwhile."""

@@ -1,0 +1,161 @@
+"""The real images, booted by QEMU: what only a whole machine can show."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import pytest
+
+from hosts.guest import protocol
+from hosts.guest.probe import boots, known_accelerator
+from hosts.guest.protocol import Decoder, Frame
+from tests.hosts.guest.machines import IMAGES, Guest, file_system_check, new_guest
+
+pytestmark = [pytest.mark.guest, pytest.mark.timeout(900)]
+
+GIB = 1024**3
+
+
+@pytest.fixture
+def guest(tmp_path: Path) -> Iterator[Guest]:
+    made = new_guest(tmp_path)
+    yield made
+    assert "Kernel panic" not in made.serial()
+
+
+async def ask(connection: asyncssh.SSHClientConnection, **question: Any) -> list[Frame]:
+    """Ask the agent through SSH, and return all it says."""
+    reader, writer = await connection.open_unix_connection(protocol.AGENT_SOCKET)
+    writer.write(protocol.encode_document(question))
+    decoder, frames = Decoder(), []
+    while data := await reader.read(1 << 16):
+        frames += decoder.feed(data)
+    writer.close()
+    return frames
+
+
+async def run(connection: asyncssh.SSHClientConnection, *argv: str, **params: Any) -> Any:
+    """Run a command in a context: (stdout or terminal, stderr, exit code)."""
+    name = f"c{time.monotonic_ns()}"
+    frames = await ask(connection, op="context.run", id=name, argv=list(argv), **params)
+    out = b"".join(f.payload for f in frames if f.kind in (protocol.STDOUT, protocol.PTY))
+    err = b"".join(f.payload for f in frames if f.kind == protocol.STDERR)
+    return out, err, frames[-1].document()["context"]["exit_code"]
+
+
+async def test_a_guest_from_its_boot_to_its_stop(guest: Guest) -> None:
+    with guest.running():
+        async with await guest.connect() as connection:
+            await check_identity(connection, guest)
+            await check_commands(connection)
+            await check_files(connection)
+            await check_growth(connection, guest)
+        guest.channel.prepare_stop(20)
+    checked = file_system_check(guest)
+    assert checked.returncode == 0, checked.stdout
+    assert "recovering journal" not in checked.stdout
+
+    with guest.running(), _connected(guest) as connecting:
+        async with await connecting.connect() as connection:
+            out, _, code = await run(connection, "sha256sum", "-c", "/root/sums")
+            assert (out, code) == (b"/usr/local/kept: OK\n", 0)
+            assert (await run(connection, "ls", "/tmp"))[0] == b""
+
+
+async def check_identity(connection: asyncssh.SSHClientConnection, guest: Guest) -> None:
+    guest.channel.set_clock()
+    out, _, _ = await run(connection, "date", "+%s.%N")
+    assert abs(float(out) - time.time()) < 2
+    assert (await run(connection, "hostname"))[0] == b"sb-test\n"
+    assert (await run(connection, "cat", "/etc/hostname"))[0] == b"sb-test\n"
+    assert b"10.0.2.15" in (await run(connection, "ip", "-4", "addr", "show", "eth0"))[0]
+    assert (await run(connection, "cat", "/etc/resolv.conf"))[0] == b"nameserver 10.0.2.3\n"
+    assert (await run(connection, "getent", "hosts", "sb-test"))[2] == 0
+    assert (await run(connection, "printenv", "FROM_PLATFORM"))[0] == "é\nx\n".encode()
+    mounts = (await run(connection, "cat", "/proc/mounts"))[0].decode()
+    for folder in ("/run", "/tmp", "/dev/shm"):
+        assert f" {folder} tmpfs " in mounts
+    assert " /sys/fs/cgroup cgroup2 " in mounts
+    # Only keys get in.
+    with pytest.raises(asyncssh.PermissionDenied):
+        await asyncssh.connect(
+            "127.0.0.1", guest.port, username="root", password="", known_hosts=None,
+            client_keys=None, config=None, agent_path=None,
+        )  # fmt: skip
+
+
+async def check_commands(connection: asyncssh.SSHClientConnection) -> None:
+    for _ in range(30):
+        assert await run(connection, "echo", "ok") == (b"ok\n", b"", 0)
+    assert await run(connection, "nosuch") == (b"", b"nosuch: command not found\n", 127)
+    out, _, _ = await run(
+        connection, "bash", "-c", "stty size; tty", pty={"rows": 30, "cols": 99}
+    )
+    assert out.startswith(b"30 99\r\n/dev/pts/")
+    out, _, code = await run(connection, "bash", "-c", "cat /proc/self/oom_score_adj")
+    assert (out, code) == (b"0\n", 0)
+    # A lack of memory ends the command that causes it, and is told apart from a kill.
+    frames = await ask(
+        connection, op="context.run", id="hungry",
+        argv=["python3", "-c", "x = []\nwhile True: x.append(bytearray(1 << 22))"],
+    )  # fmt: skip
+    context = frames[-1].document()["context"]
+    assert (context["exit_code"], context["oom_killed"]) == (137, True)
+    [answer] = await ask(connection, op="ping")
+    assert answer.document()["ready"]
+
+
+async def check_files(connection: asyncssh.SSHClientConnection) -> None:
+    async with connection.start_sftp_client() as sftp:
+        data = bytes(range(256)) * 8192
+        async with sftp.open("/usr/local/kept", "wb") as file:
+            await file.write(data)
+        async with sftp.open("/usr/local/kept", "rb") as file:
+            assert await file.read() == data
+    await run(
+        connection, "bash", "-c", "sha256sum /usr/local/kept > /root/sums; echo x > /tmp/x"
+    )
+    assert (await run(connection, "modprobe", "-h"))[2] in (0, 1, 127)
+    assert (await run(connection, "bash", "-c", "exec 3<>/dev/fuse"))[2] == 0
+
+
+async def check_growth(connection: asyncssh.SSHClientConnection, guest: Guest) -> None:
+    before = guest.channel.stats()["disk_bytes"]
+    assert guest.channel.grow() > 1.9 * before
+    assert guest.channel.grow(100 * GIB) > 97 * GIB
+    assert guest.channel.stats()["disk_bytes"] > 97 * GIB
+    guest.channel.freeze(30)
+    guest.channel.thaw()
+    # One that nobody thaws thaws by itself.
+    guest.channel.freeze(1)
+    started_s = time.monotonic()
+    assert (await run(connection, "bash", "-c", "echo x > /root/after; sync"))[2] == 0
+    assert time.monotonic() - started_s < 30
+
+
+async def test_a_guest_of_the_least_memory_boots_and_runs_commands(guest: Guest) -> None:
+    with guest.running(memory_mib=128):
+        async with await guest.connect() as connection:
+            assert await run(connection, "echo", "ok") == (b"ok\n", b"", 0)
+
+
+async def test_a_guest_whose_plug_was_pulled_boots_with_what_was_synced(guest: Guest) -> None:
+    with guest.running():
+        async with await guest.connect() as connection:
+            await run(connection, "bash", "-c", "echo kept > /root/kept; sync")
+            await ask(
+                connection, op="context.create", id="writer",
+                argv=["bash", "-c", "while :; do date >> /root/log; sync /root/log; done"],
+            )  # fmt: skip
+    with guest.running():
+        async with await guest.connect() as connection:
+            assert (await run(connection, "cat", "/root/kept"))[0] == b"kept\n"
+
+
+def test_a_probe_tells_how_guests_are_run() -> None:
+    chosen = known_accelerator(IMAGES)
+
+    assert chosen is not None
+    assert boots(IMAGES, chosen, deadline_s=120)
