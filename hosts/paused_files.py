@@ -4,15 +4,21 @@
 
 What runs for a volume is `hosts.paused_mount`, confined and without ties to the worker that
 started it: it outlives a killed worker, and the next one finds it by its pid file. Beside
-the socket lie, for each volume: `.pid`; `.state` (was it unmounted properly? locked by what
-serves it, so that two never do); `.used` (its time is that of the last request); `.dirty` (not
-empty once anything was changed); `.lock` (held for the length of an `open` or a `close`).
+the socket lie, for each volume:
+
+    .pid     its init, and when that began
+    .state   whether it was unmounted properly; locked by what serves it, so that two never do
+    .image   the path of its image
+    .used    its time is that of the last request
+    .dirty   not empty once anything was changed
+    .lock    held for the length of an `open` or a `close`
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import select
 import signal
@@ -29,6 +35,8 @@ from uuid import UUID
 
 from common.errors import Refused, Unavailable
 from hosts import paused_mount
+
+log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -83,23 +91,22 @@ class PausedFiles:
         """
         with self._locked(volume_id):
             if not self._is_running(volume_id):
+                self._path(volume_id, "image").write_text(str(image))
                 self._start(volume_id, image)
             return self.socket(volume_id)
 
     def close(self, volume_id: UUID) -> bool:
         """Stop serving, write everything to the image, and end every process of it.
 
-        Safe to repeat, and to call for what was never open.
+        Safe to repeat, and to call for what was never open. Where a process was killed or
+        did not end in time, the image is mended before this returns, if it is still there.
 
-        Returns: whether the image is whole: unmounted properly after the last change. If
-            not (a process was killed or did not end in time), `open` mends what it can.
+        Returns: whether the image is whole: its last mount was ended properly.
         """
         with self._locked(volume_id):
-            pid = self._settled_pid(volume_id)
-            if pid is not None:
-                _end(pid)
-            for kind in ("sock", "pid"):
-                self._path(volume_id, kind).unlink(missing_ok=True)
+            self._stop(volume_id)
+            if self._was_cut_short(volume_id):
+                self._mend(volume_id)
             return not self._was_cut_short(volume_id)
 
     def is_open(self, volume_id: UUID) -> bool:
@@ -140,7 +147,7 @@ class PausedFiles:
         with self._locked(volume_id):
             if self._is_running(volume_id):
                 raise FilesUnavailable("The volume's files are open.")
-            for kind in ("dirty", "state", "used"):
+            for kind in ("dirty", "image", "state", "used"):
                 self._path(volume_id, kind).unlink(missing_ok=True)
 
     def _path(self, volume_id: UUID, kind: str) -> Path:
@@ -152,6 +159,23 @@ class PausedFiles:
         with self._path(volume_id, "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def _stop(self, volume_id: UUID) -> None:
+        pid = self._settled_pid(volume_id)
+        if pid is not None:
+            _end(pid)
+        for kind in ("sock", "pid"):
+            self._path(volume_id, kind).unlink(missing_ok=True)
+
+    def _mend(self, volume_id: UUID) -> None:
+        """Check, mount and unmount the image once more; a failure leaves it as it is."""
+        try:
+            image = Path(self._path(volume_id, "image").read_text())
+            if image.exists():
+                self._start(volume_id, image)
+        except (FileNotFoundError, FileSystemDamaged, FilesUnavailable) as error:
+            log.warning("the files of volume %s are not whole: %s", volume_id, error)
+        self._stop(volume_id)
 
     def _start(self, volume_id: UUID, image: Path) -> None:
         (self._config.files_dir / "root").mkdir(exist_ok=True)  # each mounts its own over it
@@ -185,7 +209,7 @@ class PausedFiles:
             os.close(fd)
 
     def _spawn(self, spec: str, state_fd: int) -> subprocess.Popen[bytes]:
-        log = self._log()
+        complaints = self._log()
         try:
             return subprocess.Popen(
                 [sys.executable, "-m", paused_mount.__name__, spec],
@@ -194,12 +218,12 @@ class PausedFiles:
                 | {"PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "PYTHONUTF8": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=complaints,
                 pass_fds=(state_fd,),
                 start_new_session=True,
             )
         finally:
-            os.close(log)
+            os.close(complaints)
 
     def _spec(self, volume_id: UUID, image: Path, state_fd: int) -> str:
         return json.dumps(

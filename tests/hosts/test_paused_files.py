@@ -549,8 +549,9 @@ async def test_another_process_finds_and_closes_what_a_killed_one_left(
     assert content_of(image, "/left") == b"left"
 
 
-async def test_a_mount_cut_short_says_so_and_is_mended_by_the_next(
-    paused: PausedFiles, volume_id: uuid.UUID, image: Path
+@pytest.mark.parametrize("again", ["close", "open"])
+async def test_a_mount_cut_short_is_mended(
+    paused: PausedFiles, volume_id: uuid.UUID, image: Path, again: str
 ) -> None:
     path = paused.open(volume_id, image)
     async with sftp(paused, volume_id) as client:
@@ -560,15 +561,29 @@ async def test_a_mount_cut_short_says_so_and_is_mended_by_the_next(
     os.kill(pid, signal.SIGKILL)
     while is_alive(pid):
         time.sleep(0.01)
+    assert not paused.is_open(volume_id)
+    if again == "open":
+        paused.open(volume_id, image)
 
-    whole = paused.close(volume_id)
-    paused.open(volume_id, image)
-    mended = paused.close(volume_id)
+    assert paused.close(volume_id)
 
-    assert not whole
-    assert mended
     assert fsck(image) == 0
     assert content_of(image, "/home/dev/hello") == b"hello\n"
+    assert paused.is_dirty(volume_id)
+
+
+async def test_a_mount_cut_short_whose_image_is_gone_is_not_whole(
+    paused: PausedFiles, volume_id: uuid.UUID, image: Path
+) -> None:
+    path = paused.open(volume_id, image)
+    pid = int(path.with_suffix(".pid").read_text().split()[0])
+    os.kill(pid, signal.SIGKILL)
+    while is_alive(pid):
+        time.sleep(0.01)
+    image.unlink()
+
+    assert not paused.close(volume_id)
+    assert not paused.close(volume_id)
 
 
 def test_a_worker_killed_while_it_opens_leaves_what_the_next_one_can_close(
