@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 import psycopg
 
+from hosts.guest.probe import known_accelerator, probe_accelerator
 from launch import libvirt_daemons, processes
 from launch.config import Config
 from launch.guests import leave_no_guest
@@ -78,10 +79,10 @@ class Stack:
             self.run_as_root(
                 [self.config.python, "-m", "hosts.guest.build", "--images", images]
             )
-        with step("Accelerator"):
-            self.run_as_root(
-                [self.config.python, "-m", "hosts.guest.probe", "--images", images]
-            )
+        if known_accelerator(self.config.images_dir) is None:
+            with step("Accelerator: booting a probe guest"):
+                found = probe_accelerator(self.config.images_dir)
+                say(f"  guests run on {found}")
 
     def record(self) -> None:
         """Bring the schema, this machine's row and the default template up to date."""
@@ -104,6 +105,7 @@ class Stack:
         root = self.config.environment()
         web = ["-m", "uvicorn", "config.asgi:application", "--host", "127.0.0.1"]
         web += ["--port", self.config.env["WEB_PORT"], "--no-access-log", "--lifespan", "off"]
+        web += ["--http", "common.server:HttpProtocol"]
         worker = ["-m", "dramatiq", "config.worker", "--processes", "1"]
         worker += ["--threads", str(WORKER_THREADS)]
         worker += ["--queues", f"host.{self.config.env['HOST_NAME']}"]

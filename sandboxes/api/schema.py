@@ -6,6 +6,8 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, inline_serializer
 from rest_framework import serializers
 
+from common.api.schema import enveloped
+
 STATUSES = ("starting", "running", "paused", "terminating", "failed")
 
 IDEMPOTENCY_KEY = OpenApiParameter(
@@ -26,12 +28,6 @@ PATH = OpenApiParameter(
         "UTF-8 is percent-encoded as it is (%FF), or written as listed (U+F780 to U+F7FF)."
     ),
 )
-
-
-def enveloped(name: str, data: Any, description: str = "") -> OpenApiResponse:
-    """Return the documented answer whose `data` has this shape."""
-    fields = {"success": serializers.BooleanField(default=True), "data": data}
-    return OpenApiResponse(inline_serializer(f"{name}Answer", fields), description)
 
 
 class ErrorBody(serializers.Serializer[Any]):

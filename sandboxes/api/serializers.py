@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
 from common.api.serializers import StrictSerializer
@@ -13,7 +15,7 @@ from sandboxes.contexts import (
     parse_signal,
 )
 from sandboxes.models import Sandbox
-from sandboxes.quantities import NotAQuantity, parse_sandbox_memory
+from sandboxes.quantities import NotAQuantity, format_memory, parse_sandbox_memory
 
 # Ten years: beyond it a deadline is a mistake, and dates overflow.
 MAX_SPAN_S = 315_360_000
@@ -31,18 +33,23 @@ MAX_LIMIT = 200
 STATUSES = sorted({"starting", "running", "paused", "terminating", "failed"})
 
 
-class MemoryField(serializers.CharField):
+@extend_schema_field(OpenApiTypes.STR)
+class MemoryField(serializers.Field[int, str, str, Any]):
     """A quantity such as `512Mi`; read as bytes."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(max_length=40, help_text="From 128Mi to 16Gi.", **kwargs)
+        super().__init__(help_text="From 128Mi to 16Gi.", **kwargs)
 
-    def to_internal_value(self, data: Any) -> Any:
-        text = super().to_internal_value(data)
+    def to_internal_value(self, data: Any) -> int:
+        if not isinstance(data, str):
+            raise serializers.ValidationError("Write memory as text, such as 512Mi or 2Gi.")
         try:
-            return parse_sandbox_memory(text)
+            return parse_sandbox_memory(data)
         except NotAQuantity as error:
             raise serializers.ValidationError(str(error)) from error
+
+    def to_representation(self, value: int) -> str:
+        return format_memory(value)
 
 
 class ExactCharField(serializers.CharField):
