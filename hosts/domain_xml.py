@@ -26,7 +26,7 @@ LEAST_QUOTA_US = 1_000
 UNBOUND_US = -1
 
 # While the storage daemon restarts, the guest's requests wait this long before QEMU pauses
-# it (`error_policy='stop'`).
+# it (`error_policy='stop'`). Understood by libvirt 9.0, though its schema forgot it.
 RECONNECT_S = 10
 
 # QEMU lets its translated code grow to 1 GiB a guest, none of it the guest's own memory.
@@ -142,6 +142,8 @@ def _add_cpu(domain: ET.Element, spec: GuestSpec, context: DomainContext) -> Non
 
 def _add_boot(domain: ET.Element, context: DomainContext) -> None:
     system = ET.SubElement(domain, "os")
+    # Boots as fast as q35 (4.2-5.3 s against 4.0-5.6 s to init, emulated, within the noise)
+    # with all devices on one bus; libvirt gives each a port of its own on q35.
     _text(system, "type", "hvm", arch="x86_64", machine="pc")
     _text(system, "kernel", str(context.images_dir / "vmlinuz"))
     _text(system, "initrd", str(context.images_dir / "initrd.img"))

@@ -29,7 +29,8 @@ from hosts.network import (
 from tests.hosts.machine import need_libvirt
 
 SMALL = IPv4Network("10.88.0.0/28")
-INTERNET = "203.0.113.9"
+# A narrow subnet of the documentation range: the machine may have a use for the rest.
+UPSTREAM, INTERNET = "203.0.113.253", "203.0.113.254"
 PRIVATE = "10.254.77.9"
 LINK_LOCAL = "169.254.77.9"
 # Ports of the outside's servers, and of the host's own.
@@ -194,11 +195,11 @@ class Machines:
         """Make a machine behind the host, which knows the way back to guests."""
         host_end = f"skt{uuid4().hex[:8]}"
         machine = self._make(host_end)
-        run("ip", "addr", "add", f"{host_address}/24", "dev", host_end)
+        run("ip", "addr", "add", f"{host_address}/30", "dev", host_end)
         run("ip", "link", "set", host_end, "up")
         run("ip", "-n", machine.name, "link", "set", "eth0", "up")
         for address in own:
-            run("ip", "-n", machine.name, "addr", "add", f"{address}/24", "dev", "eth0")
+            run("ip", "-n", machine.name, "addr", "add", f"{address}/30", "dev", "eth0")
         run("ip", "-n", machine.name, "route", "add", "default", "via", host_address)
         for address in own[1:]:
             run("ip", "route", "add", f"{address}/32", "dev", host_end)
@@ -271,7 +272,7 @@ def host_reaches(address: IPv4Address, port: int) -> bool:
 def test_a_guest_reaches_the_internet_and_the_name_server(
     machines: Machines, network: NetworkConfig, guest: Machine
 ) -> None:
-    machines.outside("203.0.113.1", INTERNET)
+    machines.outside(UPSTREAM, INTERNET)
 
     assert guest.reaches(INTERNET, PORT)
     assert guest.reaches(str(addresses(network.subnet).gateway), 53)
@@ -281,7 +282,7 @@ def test_a_guest_reaches_the_internet_and_the_name_server(
 def test_a_guest_does_not_reach_private_and_link_local_addresses(
     machines: Machines, network: NetworkConfig, guest: Machine
 ) -> None:
-    machines.outside("203.0.113.1", INTERNET, PRIVATE, LINK_LOCAL)
+    machines.outside(UPSTREAM, INTERNET, PRIVATE, LINK_LOCAL)
 
     assert guest.reaches(INTERNET, PORT)
     assert not guest.reaches(PRIVATE, PORT)
@@ -291,7 +292,7 @@ def test_a_guest_does_not_reach_private_and_link_local_addresses(
 def test_a_private_address_can_be_allowed_and_a_public_one_denied(
     machines: Machines, network: NetworkConfig, guest: Machine
 ) -> None:
-    machines.outside("203.0.113.1", INTERNET, PRIVATE)
+    machines.outside(UPSTREAM, INTERNET, PRIVATE)
 
     ensure_network(
         replace(
@@ -308,11 +309,11 @@ def test_a_private_address_can_be_allowed_and_a_public_one_denied(
 def test_a_guest_does_not_reach_the_hosts_services(
     machines: Machines, network: NetworkConfig, guest: Machine, host_service: int
 ) -> None:
-    outside = machines.outside("203.0.113.1", INTERNET)
+    outside = machines.outside(UPSTREAM, INTERNET)
 
-    assert outside.reaches("203.0.113.1", host_service)
+    assert outside.reaches(UPSTREAM, host_service)
     assert not guest.reaches(str(addresses(network.subnet).gateway), host_service)
-    assert not guest.reaches("203.0.113.1", host_service)
+    assert not guest.reaches(UPSTREAM, host_service)
 
 
 def test_a_guest_does_not_reach_another(
@@ -335,7 +336,7 @@ def test_the_host_alone_reaches_a_guest(
     machines: Machines, network: NetworkConfig, guest: Machine
 ) -> None:
     address = addresses(network.subnet).address(0)
-    outside = machines.outside("203.0.113.1", INTERNET)
+    outside = machines.outside(UPSTREAM, INTERNET)
     guest.listen(22)
 
     assert host_reaches(address, 22)
@@ -346,7 +347,7 @@ def test_a_guest_does_not_send_from_another_address(
     machines: Machines, network: NetworkConfig, guest: Machine
 ) -> None:
     guests = addresses(network.subnet)
-    machines.outside("203.0.113.1", INTERNET)
+    machines.outside(UPSTREAM, INTERNET)
     stolen = str(guests.address(1))
     guest.run("ip", "addr", "add", guests.with_prefix(guests.address(1)), "dev", "eth0")
 
