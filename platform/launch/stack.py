@@ -1,13 +1,16 @@
 """The whole platform on this machine, in the order in which it has to come up."""
 
+import fcntl
 import json
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 
 import psycopg
 
@@ -74,15 +77,14 @@ class Stack:
 
     def build_images(self) -> None:
         """Build what a guest boots from, where it is missing, and choose the accelerator."""
-        images = str(self.config.images_dir)
-        with step("Guest images"):
-            self.run_as_root(
-                [self.config.python, "-m", "hosts.guest.build", "--images", images]
-            )
-        if known_accelerator(self.config.images_dir) is None:
-            with step("Accelerator: booting a probe guest"):
-                found = probe_accelerator(self.config.images_dir)
-                say(f"  guests run on {found}")
+        images = self.config.images_dir
+        command = [self.config.python, "-m", "hosts.guest.build", "--images", str(images)]
+        # bin/up and bin/test share the images; one builds, the other finds them built.
+        with step("Guest images"), _locked(images / ".lock"):
+            self.run_as_root(command)
+            if known_accelerator(images) is None:
+                say("  booting a probe guest, to see whether this machine's KVM works")
+                say(f"  guests run on {probe_accelerator(images)}")
 
     def record(self) -> None:
         """Bring the schema, this machine's row and the default template up to date."""
@@ -234,6 +236,13 @@ class Stack:
         )
         if answer.returncode:
             raise LaunchFailed(f"{' '.join(command)} failed with {answer.returncode}.")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def stop_leftovers(config: Config) -> None:

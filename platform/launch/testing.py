@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
 def _configure(folder: Path) -> tuple[Config, Config]:
     """Return the names of the platform and of the tests' own parts, both new."""
     _clear(folder)
-    images = str(CHECKOUT / "var/images")
+    images = os.environ.get("IMAGES_DIR") or str(CHECKOUT / "var/images")
     given = {name: os.environ[name] for name in ("SANDKEEP_USER",) if name in os.environ}
     given |= {"PORT_BASE": os.environ.get("PORT_BASE", PORT_BASE), "IMAGES_DIR": images}
     platform = configure(given, state_dir=folder / "platform")
