@@ -10,6 +10,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from accounts.api import schema
 from accounts.api.authentication import KeyHolder
 from accounts.api.serializers import (
     ApiKeyBody,
@@ -93,7 +94,7 @@ class Me(TeamView):
 
     required_permission: ClassVar = {"GET": ANY_MEMBER, "PUT": ANY_MEMBER}
 
-    @extend_schema(responses=UserBody)
+    @extend_schema(responses=schema.USER)
     def get(self, request: Request) -> Response:
         return ok(UserBody(self.holder.user).data)
 
@@ -107,7 +108,7 @@ class Teams(TeamView):
 
     required_permission: ClassVar = {"GET": "team:read"}
 
-    @extend_schema(responses=TeamBody(many=True))
+    @extend_schema(responses=schema.TEAMS)
     def get(self, request: Request) -> Response:
         return ok({"teams": [TeamBody(self.team).data]})
 
@@ -117,7 +118,7 @@ class TeamDetail(TeamView):
 
     required_permission: ClassVar = {"GET": "team:read"}
 
-    @extend_schema(responses=TeamBody)
+    @extend_schema(responses=schema.TEAM)
     def get(self, request: Request, team_id: UUID) -> Response:
         if team_id != self.team.pk:
             raise NotFound("No such team.")
@@ -129,12 +130,12 @@ class ApiKeys(TeamView):
 
     required_permission: ClassVar = {"GET": "apikey:read", "POST": "apikey:create"}
 
-    @extend_schema(responses=ApiKeyBody(many=True))
+    @extend_schema(responses=schema.KEYS)
     def get(self, request: Request) -> Response:
         keys = add_pending_uses(ApiKey.objects.of(self.team).order_by("-created_at"))
         return ok({"api_keys": ApiKeyBody(keys, many=True).data})
 
-    @extend_schema(request=NewApiKey, responses={201: ApiKeyBody})
+    @extend_schema(request=NewApiKey, responses={201: schema.NEW_KEY})
     def post(self, request: Request) -> Response:
         body = NewApiKey(data=request.data)
         body.is_valid(raise_exception=True)
@@ -157,7 +158,7 @@ class CurrentApiKey(TeamView):
 
     required_permission: ClassVar = {"GET": ANY_MEMBER}
 
-    @extend_schema(responses=CurrentApiKeyBody)
+    @extend_schema(responses=schema.CURRENT_KEY)
     def get(self, request: Request) -> Response:
         return ok({"api_key": CurrentApiKeyBody(self.key).data})
 
@@ -167,7 +168,7 @@ class ApiKeyDetail(TeamView):
 
     required_permission: ClassVar = {"DELETE": "apikey:delete"}
 
-    @extend_schema(responses=None)
+    @extend_schema(responses=schema.DONE)
     def delete(self, request: Request, key_id: UUID) -> Response:
         delete_api_key(
             key=_key_of(self.team, key_id),
@@ -182,7 +183,7 @@ class ApiKeyDeactivate(TeamView):
 
     required_permission: ClassVar = {"POST": "apikey:write"}
 
-    @extend_schema(request=None, responses=None)
+    @extend_schema(request=None, responses=schema.DONE)
     def post(self, request: Request, key_id: UUID) -> Response:
         deactivate_api_key(
             key=_key_of(self.team, key_id),

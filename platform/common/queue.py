@@ -27,11 +27,11 @@ class DatabaseConnections(Middleware):
 def _make_broker(url: str) -> dramatiq.Broker:
     broker: dramatiq.Broker
     if url == "stub":
-        broker = StubBroker()  # type: ignore[no-untyped-call]
+        broker = StubBroker()
     elif url.startswith("amqp"):
         from dramatiq.brokers.rabbitmq import RabbitmqBroker  # noqa: PLC0415  (an extra)
 
-        broker = RabbitmqBroker(url=url)  # type: ignore[no-untyped-call]
+        broker = RabbitmqBroker(url=url)
     else:
         # A killed worker's messages come back after the heartbeat timeout, and only when
         # maintenance runs, which by default a quiet queue never sees.

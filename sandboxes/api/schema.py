@@ -6,7 +6,9 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, inline_serializer
 from rest_framework import serializers
 
-from common.api.schema import enveloped
+from common.api import schema as shared
+
+enveloped = shared.enveloped
 
 STATUSES = ("starting", "running", "paused", "terminating", "failed")
 

@@ -1,16 +1,19 @@
 """Is this process alive, and can it work: for load balancers and `bin/up`."""
 
 import logging
+from typing import Any
 
 from django.core.cache import cache
 from django.db import DatabaseError, connection
 from django.utils import timezone
 from drf_spectacular.utils import extend_schema
 from redis.exceptions import RedisError
+from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from common.api.envelope import ok
+from common.api.schema import enveloped
 from common.api.views import ApiView
 from common.errors import Unavailable
 
@@ -26,6 +29,16 @@ class NotReady(Unavailable):
         return f"{self.service} does not answer."
 
 
+class HealthBody(serializers.Serializer[Any]):
+    status = serializers.CharField()
+    timestamp = serializers.DateTimeField()
+
+
+class MetadataBody(serializers.Serializer[Any]):
+    gateway_mode = serializers.CharField()
+    service = serializers.CharField()
+
+
 class _OpenView(ApiView):
     """Answers anyone, and asks for no key."""
 
@@ -33,7 +46,7 @@ class _OpenView(ApiView):
     permission_classes = ()
 
 
-@extend_schema(responses=None)
+@extend_schema(responses=enveloped("Health", HealthBody()))
 class Alive(_OpenView):
     """`/healthz`: this process answers."""
 
@@ -41,7 +54,7 @@ class Alive(_OpenView):
         return ok({"status": "ok", "timestamp": timezone.now()})
 
 
-@extend_schema(responses=None)
+@extend_schema(responses=enveloped("Health", HealthBody()))
 class Ready(_OpenView):
     """`/readyz`: so do PostgreSQL and Redis."""
 
@@ -60,7 +73,7 @@ class Ready(_OpenView):
         return ok({"status": "ok", "timestamp": timezone.now()})
 
 
-@extend_schema(responses=None)
+@extend_schema(responses=enveloped("Metadata", MetadataBody()))
 class Metadata(_OpenView):
     """`/metadata`: which kind of gateway a client talks to."""
 

@@ -10,6 +10,7 @@ from rest_framework.views import APIView
 
 from common.api.database import run_db
 from common.api.parsers import JsonParser
+from common.api.schema import ApiSchema
 
 
 class ApiView(APIView):
@@ -17,6 +18,7 @@ class ApiView(APIView):
 
     parser_classes = (JsonParser,)
     metadata_class = None
+    schema = ApiSchema()
 
 
 class AsyncApiView(ApiView):
