@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import socket
 import struct
 import sys
@@ -84,6 +83,7 @@ class SshServer:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._wanted = True
+        self._child: int | None = None
         self._look()
 
     def is_ready(self) -> bool:
@@ -91,11 +91,8 @@ class SshServer:
         return self._pid() is not None
 
     def pause(self) -> None:
-        """End it, and do not start it again."""
+        """Do not start it again when it ends."""
         self._wanted = False
-        pid = self._pid()
-        if pid:
-            os.kill(pid, signal.SIGTERM)
 
     def resume(self) -> None:
         self._wanted = True
@@ -106,12 +103,18 @@ class SshServer:
         self._loop.later(_LOOK_EVERY_S, self._look)
 
     def _start(self) -> None:
-        if not self._wanted or self._pid():
+        # It may be ours and still starting, or run since an agent before this one.
+        if not self._wanted or self._child or self._pid():
             return
         _remove(f"{SSH_FOLDER}/sshd.pid")
-        # It leaves for the background once it listens; process 1 inherits it.
-        pid = spawn.start_quietly([f"{_TOOLKIT}/bin/sshd", "-f", f"{_TOOLKIT}/lib/sshd_config"])
-        self._loop.await_child(pid, _report_sshd)
+        program = f"{_TOOLKIT}/bin/sshd"
+        self._child = spawn.start_quietly([program, "-D", "-f", f"{_TOOLKIT}/lib/sshd_config"])
+        self._loop.await_child(self._child, self._ended)
+
+    def _ended(self, status: int) -> None:
+        self._child = None
+        if self._wanted:
+            sys.stderr.write(f"sandkeep: sshd ended with {spawn.exit_code(status)}\n")
 
     def _pid(self) -> int | None:
         try:
@@ -121,11 +124,6 @@ class SshServer:
                 return pid if file.read().strip() == "sshd" else None
         except (OSError, ValueError):
             return None
-
-
-def _report_sshd(status: int) -> None:
-    if status:
-        sys.stderr.write(f"sandkeep: sshd ended with {spawn.exit_code(status)}\n")
 
 
 def _set_clock(config: dict[str, Any]) -> None:

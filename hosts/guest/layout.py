@@ -74,7 +74,7 @@ def archive(tree: Path, image: Path) -> None:
 def toolkit(tree: Path, programs: Path, kernel: Path) -> None:
     """Lay out the toolkit in the empty folder `tree`, from the same folders as `initramfs`."""
     tree.chmod(0o755)  # the guest's other users run its sftp-server
-    (tree / "bin").mkdir()
+    (tree / "bin/kmod").mkdir(parents=True)  # kmod is what its name says: here, modprobe
     (tree / "lib").mkdir()
     python = only((programs / "usr/bin").glob("python3.[0-9]*"))
     dynamic = {
@@ -82,7 +82,7 @@ def toolkit(tree: Path, programs: Path, kernel: Path) -> None:
         "sftp-server": programs / "usr/lib/openssh/sftp-server",
         "e2fsck": _find(programs, "sbin/e2fsck"),
         "resize2fs": _find(programs, "sbin/resize2fs"),
-        "kmod-modprobe": _find(programs, "bin/kmod"),
+        "kmod/modprobe": _find(programs, "bin/kmod"),
         "python3": python,
     }
     settings = (_FILES / "sshd_config").read_text()

@@ -57,8 +57,8 @@ async def test_a_guest_from_its_boot_to_its_stop(guest: Guest) -> None:
     assert checked.returncode == 0, checked.stdout
     assert "recovering journal" not in checked.stdout
 
-    with guest.running(), _connected(guest) as connecting:
-        async with await connecting.connect() as connection:
+    with guest.running():
+        async with await guest.connect() as connection:
             out, _, code = await run(connection, "sha256sum", "-c", "/root/sums")
             assert (out, code) == (b"/usr/local/kept: OK\n", 0)
             assert (await run(connection, "ls", "/tmp"))[0] == b""
@@ -74,7 +74,7 @@ async def check_identity(connection: asyncssh.SSHClientConnection, guest: Guest)
     assert (await run(connection, "cat", "/etc/resolv.conf"))[0] == b"nameserver 10.0.2.3\n"
     assert (await run(connection, "getent", "hosts", "sb-test"))[2] == 0
     assert (await run(connection, "printenv", "FROM_PLATFORM"))[0] == "é\nx\n".encode()
-    mounts = (await run(connection, "cat", "/proc/mounts"))[0].decode()
+    mounts = str((await run(connection, "cat", "/proc/mounts"))[0], "utf-8")
     for folder in ("/run", "/tmp", "/dev/shm"):
         assert f" {folder} tmpfs " in mounts
     assert " /sys/fs/cgroup cgroup2 " in mounts
@@ -96,15 +96,6 @@ async def check_commands(connection: asyncssh.SSHClientConnection) -> None:
     assert out.startswith(b"30 99\r\n/dev/pts/")
     out, _, code = await run(connection, "bash", "-c", "cat /proc/self/oom_score_adj")
     assert (out, code) == (b"0\n", 0)
-    # A lack of memory ends the command that causes it, and is told apart from a kill.
-    frames = await ask(
-        connection, op="context.run", id="hungry",
-        argv=["python3", "-c", "x = []\nwhile True: x.append(bytearray(1 << 22))"],
-    )  # fmt: skip
-    context = frames[-1].document()["context"]
-    assert (context["exit_code"], context["oom_killed"]) == (137, True)
-    [answer] = await ask(connection, op="ping")
-    assert answer.document()["ready"]
 
 
 async def check_files(connection: asyncssh.SSHClientConnection) -> None:
@@ -113,11 +104,10 @@ async def check_files(connection: asyncssh.SSHClientConnection) -> None:
         async with sftp.open("/usr/local/kept", "wb") as file:
             await file.write(data)
         async with sftp.open("/usr/local/kept", "rb") as file:
-            assert await file.read() == data
+            assert bytes(await file.read()) == data  # type: ignore[arg-type]
     await run(
         connection, "bash", "-c", "sha256sum /usr/local/kept > /root/sums; echo x > /tmp/x"
     )
-    assert (await run(connection, "modprobe", "-h"))[2] in (0, 1, 127)
     assert (await run(connection, "bash", "-c", "exec 3<>/dev/fuse"))[2] == 0
 
 
@@ -138,6 +128,18 @@ async def check_growth(connection: asyncssh.SSHClientConnection, guest: Guest) -
 async def test_a_guest_of_the_least_memory_boots_and_runs_commands(guest: Guest) -> None:
     with guest.running(memory_mib=128):
         async with await guest.connect() as connection:
+            assert await run(connection, "echo", "ok") == (b"ok\n", b"", 0)
+
+
+async def test_a_lack_of_memory_ends_the_command_that_causes_it(guest: Guest) -> None:
+    script = "x = []\nwhile True: x.append(bytearray(1 << 22))"
+    with guest.running(memory_mib=192):
+        async with await guest.connect() as connection:
+            frames = await ask(
+                connection, op="context.run", id="hungry", argv=["python3", "-c", script]
+            )
+            context = frames[-1].document()["context"]
+            assert (context["exit_code"], context["oom_killed"]) == (137, True)
             assert await run(connection, "echo", "ok") == (b"ok\n", b"", 0)
 
 
