@@ -315,7 +315,7 @@ class TerminalConsumer(AsyncWebsocketConsumer):
         """Attach to the shell of this name, or start it. What it wrote comes first."""
         shell_id = self._shell_id(standing)
         rows, cols = self._size
-        create: dict[str, object] = {
+        create: dict[str, Any] = {
             "id": shell_id,
             "argv": LOGIN_SHELL,
             "env": {"COLORTERM": "truecolor"},

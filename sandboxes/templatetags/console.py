@@ -41,7 +41,7 @@ def duration(span: float | timedelta | None) -> str:
     if span is None:
         return NOTHING
     seconds = int(span.total_seconds() if isinstance(span, timedelta) else span)
-    parts = []
+    parts: list[tuple[int, str]] = []
     for unit, length in (("d", DAY), ("h", HOUR), ("min", MINUTE), ("s", 1)):
         whole, seconds = divmod(max(seconds, 0), length)
         if whole or parts:

@@ -16,6 +16,10 @@ from sandboxes.models import Sandbox
 P = ParamSpec("P")
 
 
+class SandboxDeleted(Http404):
+    """Its page is gone, like that of a sandbox which never was."""
+
+
 def is_partial(request: HttpRequest) -> bool:
     """Say whether a part of a page asks, and not the browser for a page."""
     return request.headers.get("HX-Request") == "true"
@@ -25,15 +29,18 @@ def sandbox_or_404(request: TeamRequest, sandbox_id: str) -> Sandbox:
     """Return the team's sandbox with all that its pages show.
 
     Raises:
-        Http404: the id is malformed, unknown, deleted, or another team's.
+        SandboxDeleted: there was one of this id.
+        Http404: the id is malformed, unknown, or another team's.
     """
-    sandboxes = Sandbox.objects.of(request.team).present()
+    sandboxes = Sandbox.objects.of(request.team)
     related = ("host", "team", "template", "volume__head", "volume__attached_host")
     found = None
     if SANDBOX_ID.fullmatch(sandbox_id):
         found = sandboxes.select_related(*related).filter(pk=sandbox_id).first()
     if found is None:
         raise Http404("No such sandbox.")
+    if found.state == Sandbox.State.DELETED:
+        raise SandboxDeleted("This sandbox was deleted.")
     return found
 
 

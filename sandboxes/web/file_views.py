@@ -9,13 +9,13 @@ import mimetypes
 import posixpath
 import re
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, ParamSpec
 from urllib.parse import quote
 
 from asgiref.sync import async_to_sync
+from asyncssh import SFTPClient
 from django.http import HttpResponse, StreamingHttpResponse
 from django.http.response import HttpResponseBase
 from django.shortcuts import render
@@ -26,13 +26,12 @@ from common.errors import DomainError
 from common.units import KiB, MiB
 from sandboxes import files
 from sandboxes.access import files_of, with_files
+from sandboxes.errors import FileMissing, PathExists
 from sandboxes.filenames import to_text
 from sandboxes.files import FileInfo
 from sandboxes.models import Sandbox
 from sandboxes.web.answers import refusal, sandbox_or_404
 from sandboxes.web.views import head_context
-
-P = ParamSpec("P")
 
 HOME = b"/root"
 PAGE_ENTRIES = 500
@@ -64,8 +63,8 @@ MODE_PARTS = {
 }
 SIMPLE_MODES = frozenset(("rust", "dockerfile"))
 
-AsyncPage = Callable[Concatenate[TeamRequest, P], Awaitable[HttpResponseBase]]
-Page = Callable[Concatenate[TeamRequest, P], HttpResponseBase]
+AsyncPage = Callable[[TeamRequest, str], Awaitable[HttpResponseBase]]
+Page = Callable[[TeamRequest, str], HttpResponseBase]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,14 +91,18 @@ class Entry:
         return kinds.get(self.info.kind, "photo" if is_image(self.path) else "file")
 
 
-def on_the_loop(view: AsyncPage[P]) -> Page[P]:
-    """Run an async view on the server's loop, where the connections to guests live."""
+def on_the_loop(view: AsyncPage) -> Page:
+    """Run an async view of a sandbox that is there, on the server's loop.
+
+    That is where the connections to guests live.
+    """
 
     @wraps(view)
-    def run(request: TeamRequest, /, *args: P.args, **kwargs: P.kwargs) -> HttpResponseBase:
-        # Reached before the loop is: the middleware's look-up is lazy, and uses the database.
+    def run(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
+        sandbox_or_404(request, sandbox_id)
+        # The middleware's look-up is lazy and uses the database, which the loop must not.
         request.team = request.membership.team
-        return async_to_sync(view)(request, *args, **kwargs)
+        return async_to_sync(view)(request, sandbox_id)
 
     return run
 
@@ -214,7 +217,8 @@ async def _up_to(pieces: AsyncIterator[bytes], limit_bytes: int) -> bytes:
         content += piece
         if len(content) >= limit_bytes:
             break
-    await pieces.aclose()  # type: ignore[attr-defined]  (a generator: it closes the file)
+    if isinstance(pieces, AsyncGenerator):
+        await pieces.aclose()  # it closes the file
     return bytes(content)
 
 
@@ -267,7 +271,7 @@ async def file_write(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
             )
             return HttpResponse(text, status=409, content_type="text/plain; charset=utf-8")
         if "new" in request.GET and await _is_there(sftp, path):
-            raise files.PathExists(to_text(path))
+            raise PathExists(to_text(path))
         length = request.headers.get("Content-Length", "")
         size_bytes = int(length) if length.isdigit() else None
         await files.write_file(sftp, path, _body(request), size_bytes=size_bytes)
@@ -329,10 +333,10 @@ async def file_delete(request: TeamRequest, sandbox_id: str) -> HttpResponseBase
     return HttpResponse(status=204)
 
 
-async def _is_there(sftp: "files.SFTPClient", path: bytes) -> bool:
+async def _is_there(sftp: SFTPClient, path: bytes) -> bool:
     try:
         await files.stat_file(sftp, path)
-    except files.FileMissing:
+    except FileMissing:
         return False
     return True
 

@@ -1,6 +1,8 @@
 """What the console's forms accept."""
 
 import re
+from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from django import forms
@@ -10,8 +12,7 @@ from accounts.models import Team
 from billing.pricing import memory_price_per_hour
 from common.units import GiB, MiB
 from sandboxes.models import DEFAULT_MEMORY_BYTES, Sandbox, Template
-from sandboxes.quantities import MAX_MEMORY_BYTES, MIN_MEMORY_BYTES
-from sandboxes.templatetags.console import exact_money, size
+from sandboxes.templatetags.console import size
 from sandboxes.web.spans import NotASpan, format_span, parse_span
 
 TIERS_BYTES = (256 * MiB, 512 * MiB, GiB, 2 * GiB, 4 * GiB, 8 * GiB, 16 * GiB)
@@ -22,42 +23,46 @@ MAX_ENVIRONMENT_CHARS = 64 * 1024
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-class SpanField(forms.CharField):
+class SpanField(forms.Field):
     """A span of time; its value is in seconds, 0 for none."""
 
     def __init__(self, **kwargs: Any) -> None:
         widget = forms.TextInput(
             {"class": "form-control", "list": "spans", "placeholder": "none", "size": 10}
         )
-        super().__init__(required=False, max_length=60, widget=widget, **kwargs)
+        super().__init__(required=False, widget=widget, **kwargs)
 
     def prepare_value(self, value: Any) -> Any:
         return format_span(value) if isinstance(value, int) else value
 
-    def to_python(self, value: Any) -> Any:
-        text = super().to_python(value)
+    def to_python(self, value: Any) -> int:
+        """Read what was typed."""
         try:
-            return parse_span(text or "")
+            return parse_span(str(value or ""))
         except NotASpan as error:
             raise ValidationError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tier:
+    """A size of memory that is offered."""
+
+    memory_bytes: int
+    price: Decimal
+    """In dollars, for an hour of running."""
 
 
 class MemoryField(forms.TypedChoiceField):
     """A size of memory out of the tiers, and whatever a sandbox has already."""
 
     def __init__(self, *, also_bytes: int | None = None, **kwargs: Any) -> None:
-        tiers = sorted({*TIERS_BYTES, also_bytes} if also_bytes else TIERS_BYTES)
-        choices = [
-            (tier, {"label": size(tier), "price": exact_money(price_per_hour(tier))})
-            for tier in tiers
-            if MIN_MEMORY_BYTES <= tier <= MAX_MEMORY_BYTES
+        offered = {*TIERS_BYTES, also_bytes} if also_bytes else {*TIERS_BYTES}
+        self.tiers = [
+            Tier(memory_bytes=tier, price=memory_price_per_hour(tier // MiB))
+            for tier in sorted(offered)
         ]
+        choices = [(tier.memory_bytes, size(tier.memory_bytes)) for tier in self.tiers]
         super().__init__(choices=choices, coerce=int, widget=forms.RadioSelect, **kwargs)
-
-
-def price_per_hour(memory_bytes: int) -> Any:
-    """Return the dollars that an hour of running with this memory costs."""
-    return memory_price_per_hour(memory_bytes // MiB)
 
 
 class LifetimeForm(forms.Form):
@@ -104,7 +109,7 @@ class ClaimForm(LifetimeForm):
         field = self.fields["template_id"]
         assert isinstance(field, forms.ChoiceField)
         field.choices = [(t.template_id, t.template_id) for t in ready]
-        field.initial = ready[0].template_id if ready else None
+        field.initial = ready[0].template_id if ready else None  # the platform's first
         self.fields["memory_bytes"] = MemoryField(
             label="Memory",
             initial=ready[0].memory_bytes if ready else DEFAULT_MEMORY_BYTES,
@@ -140,6 +145,6 @@ class MemoryForm(forms.Form):
 def templates_for(team: Team) -> list[Template]:
     """Return what the team can start from: its own before the public one of the same id."""
     found: dict[str, Template] = {}
-    for template in Template.objects.visible_to(team).order_by("template_id", "team_id"):
+    for template in Template.objects.visible_to(team).order_by("team_id", "created_at"):
         found.setdefault(template.template_id, template)
     return list(found.values())

@@ -7,6 +7,7 @@ from common.units import DAY, HOUR, MINUTE
 _UNITS = {"s": 1, "m": MINUTE, "min": MINUTE, "h": HOUR, "d": DAY}
 _PART = re.compile(r"(\d{1,9})\s*(min|[smhd])?\s*")
 MAX_SPAN_S = 365 * DAY
+MAX_CHARS = 60
 
 
 class NotASpan(ValueError):
@@ -21,6 +22,8 @@ def parse_span(text: str) -> int:
     Raises:
         NotASpan: it is no span, or longer than a year.
     """
+    if len(text) > MAX_CHARS:
+        raise NotASpan(f"Write it in at most {MAX_CHARS} characters.")
     text = text.strip().lower()
     seconds = at = 0
     while at < len(text):

@@ -12,6 +12,7 @@ from sandboxes import services
 from sandboxes.models import Sandbox, Template
 from sandboxes.progress import steps_of
 from sandboxes.web.answers import (
+    SandboxDeleted,
     is_partial,
     leave_to,
     sandbox_or_404,
@@ -63,6 +64,7 @@ def sandbox_list(request: TeamRequest) -> HttpResponse:
         "after": after,
         "states": SHOWN_STATES,
         "templates": templates_for(request.team),
+        "may": _rights(request),
         "is_first_visit": is_first_visit,
         "ways": first_steps(request.team) if is_first_visit else None,
     }
@@ -87,7 +89,8 @@ def _row(request: TeamRequest, sandbox: Sandbox) -> HttpResponse:
 def sandbox_claim(request: TeamRequest) -> HttpResponse:
     """Show the claim form, in a dialog or as a page; a good one starts a sandbox."""
     if request.method != "POST":
-        return _claim_form(request, ClaimForm(team=request.team))
+        asked = {"template_id": request.GET["template"]} if "template" in request.GET else {}
+        return _claim_form(request, ClaimForm(team=request.team, initial=asked))
     form = ClaimForm(request.POST, team=request.team)
     if not form.is_valid():
         return _claim_form(request, form)
@@ -121,10 +124,10 @@ def sandbox_detail(request: TeamRequest, sandbox_id: str) -> HttpResponse:
 @permission_required("sandbox:read")
 def sandbox_head(request: TeamRequest, sandbox_id: str) -> HttpResponse:
     """Show the head of a sandbox's page anew."""
-    deleted = Sandbox.objects.of(request.team).filter(pk=sandbox_id, state=State.DELETED)
-    if deleted.exists():
+    try:
+        sandbox = sandbox_or_404(request, sandbox_id)
+    except SandboxDeleted:
         return leave_to(request, "sandbox-list")
-    sandbox = sandbox_or_404(request, sandbox_id)
     return render(request, "sandboxes/head.html", head_context(request, sandbox))
 
 

@@ -181,7 +181,7 @@
   const refresh = (element) => window.htmx.trigger(element, "sandbox:changed");
   const showLive = (on) => {
     for (const element of $$("[data-as-of]")) {
-      element.dataset.live = String(on);
+      element.dataset.on = String(on);
       element.textContent = on ? "Live" : `As of ${live.asOf.toLocaleTimeString()}`;
       element.title = on ? "Changes show at once" : "The live connection is down; the page asks every 10 seconds";
     }

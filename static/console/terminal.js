@@ -130,6 +130,7 @@
       const socket = new WebSocket(`${scheme}://${location.host}/ws/sandboxes/${SANDBOX}/terminal?${asked}`);
       socket.binaryType = "arraybuffer";
       this.socket = socket;
+      if (!this.banner && !this.replayed) this.show({ cover: { title: "Connecting…", text: "" } });
       socket.onmessage = (event) => {
         if (this.socket !== socket) return;
         if (typeof event.data === "string") this.hear(JSON.parse(event.data));
@@ -154,6 +155,7 @@
       switch (message.type) {
         case "attached":
           this.term.reset();
+          this.replayed = true;
           this.tries = 0;
           this.unacked = 0;
           this.onWay = 0;
@@ -167,7 +169,7 @@
           root.dataset.attached = this.name;
           break;
         case "taken": this.onWay = Math.max(0, this.onWay - message.bytes); this.flush(); break;
-        case "status": this.window = message.window_bytes; this.price = message.price_per_hour; break;
+        case "status": this.state = message.state; this.window = message.window_bytes; this.price = message.price_per_hour; break;
         case "waking": this.show({ cover: { title: "Waking up…", text: `From now on it costs ${this.price || root.dataset.price} an hour.`, steps: message.steps } }); break;
         case "notice": this.term.write(`\r\n\x1b[33m[${message.text}]\x1b[0m\r\n`); break;
         case "failed": this.failure = message.text; break;
@@ -186,7 +188,7 @@
           return;
         case ASLEEP:
           this.queue = [];
-          this.show({ cover: { title: "This sandbox is asleep", text: `Its files are safe, and it costs nothing in compute. Awake, it costs ${this.price || root.dataset.price} an hour; the programs of a new run start afresh.`, label: wake.label, act: wake.run } });
+          this.show({ cover: { asleep: true, title: this.state === "pausing" ? "This sandbox is falling asleep" : "This sandbox is asleep", text: `Its files are safe, and it costs nothing in compute. Awake, it costs ${this.price || root.dataset.price} an hour; the programs of a new run start afresh.`, label: wake.label, act: wake.run } });
           return;
         case FAILED: this.show({ cover: { title: "No terminal", text: this.failure, label: "Try again", act: () => this.connect({ wake: true }) } }); return;
         case SIGNED_OUT: this.show({ cover: { title: "You are signed out here", text: "Your session or your place in the team has ended.", label: "Sign in", act: () => location.reload() } }); return;
@@ -341,7 +343,7 @@
     const state = document.getElementById("head")?.dataset.state;
     if (!state || state === root.dataset.state) return;
     root.dataset.state = state;
-    if (["starting", "resuming", "running"].includes(state) && current && current.socket?.readyState === WebSocket.CLOSED && current.cover?.title === "This sandbox is asleep") current.connect();
+    if (["starting", "resuming", "running"].includes(state) && current && current.socket?.readyState === WebSocket.CLOSED && current.cover?.asleep) current.connect();
   });
   new ResizeObserver(() => current?.layout()).observe(id("screens"));
   choose(names[0]);
