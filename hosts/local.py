@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -100,9 +101,18 @@ def serial_log_path(guest_uuid: UUID) -> Path:
     return Path(settings.STATE_DIR) / "log" / "guests" / f"{guest_uuid.hex}.log"
 
 
-def fuse_path(volume_id: UUID) -> Path:
-    """Return the file that a paused volume's block device is shown as."""
-    return Path(settings.RUN_DIR) / "devices" / volume_id.hex
+def device_file(volume_id: UUID) -> Path:
+    """Return the file that a paused volume's block device is shown as; made if need be.
+
+    It belongs to the daemon that mounts the device on it.
+    """
+    path = Path(settings.RUN_DIR) / "devices" / volume_id.hex
+    path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+    if not path.is_mount():
+        path.touch(mode=0o600)
+        if settings.DISK_USER:
+            shutil.chown(path, settings.DISK_USER)
+    return path
 
 
 @contextmanager

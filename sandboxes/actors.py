@@ -5,13 +5,16 @@ here. A message may arrive twice or late, so operations are safe to repeat. Each
 the queue of one host, which only that host's worker reads.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import dramatiq
+from dramatiq.errors import Retry
 
 from common.errors import Refused
 from common.queue import send_to
 from common.units import MINUTE
+from hosts.errors import GuestBusy
 from sandboxes import operations
 from sandboxes.watch import Watcher
 
@@ -25,6 +28,11 @@ RETRY: dict[str, Any] = {"max_retries": None, "min_backoff": 500, "max_backoff":
 # A heartbeat that could not be taken in time is worth nothing; the next one is due.
 WATCH_MAX_AGE_MS = 6_000
 
+# What acts on a guest now is soon done, or looks at the row while it waits.
+BUSY_RETRY_MS = 500
+
+T = TypeVar("T")
+
 _watcher = Watcher()
 
 
@@ -33,16 +41,24 @@ def send(actor: HostActor, queue_name: str, *args: object) -> None:
     send_to(queue_name, actor, *args)
 
 
+def _alone(operation: Callable[[str], T], sandbox_id: str) -> T:
+    """Do an operation, or put it off quietly while another one is done to the guest."""
+    try:
+        return operation(sandbox_id)
+    except GuestBusy as error:
+        raise Retry(str(error), delay=BUSY_RETRY_MS) from error
+
+
 @dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
 def boot_sandbox(sandbox_id: str) -> None:
     """Start the guest of a sandbox that is starting or resuming."""
-    operations.boot(sandbox_id)
+    _alone(operations.boot, sandbox_id)
 
 
 @dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
 def pause_sandbox(sandbox_id: str) -> None:
     """Carry a pause out. Retried without end: what it uploads is the only copy."""
-    queue_name = operations.pause(sandbox_id)
+    queue_name = _alone(operations.pause, sandbox_id)
     if queue_name is not None:
         send(boot_sandbox, queue_name, sandbox_id)
 
@@ -50,25 +66,25 @@ def pause_sandbox(sandbox_id: str) -> None:
 @dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
 def destroy_sandbox(sandbox_id: str) -> None:
     """Take a sandbox down that is being deleted. Retried until it is gone: it costs us."""
-    operations.destroy(sandbox_id)
+    _alone(operations.destroy, sandbox_id)
 
 
 @dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, max_retries=3)
 def checkpoint_sandbox(sandbox_id: str) -> None:
     """Commit the disk of a sandbox that runs on."""
-    operations.checkpoint(sandbox_id)
+    _alone(operations.checkpoint, sandbox_id)
 
 
 @dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, max_retries=3, min_backoff=500)
 def open_files(sandbox_id: str) -> None:
     """Serve the files of a paused sandbox."""
-    operations.open_files(sandbox_id)
+    _alone(operations.open_files, sandbox_id)
 
 
 @dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
 def close_files(sandbox_id: str) -> None:
     """Commit what was written to a paused sandbox's files, and serve them no longer."""
-    operations.close_files(sandbox_id)
+    _alone(operations.close_files, sandbox_id)
 
 
 @dramatiq.actor(time_limit=MINUTE * 1000, max_age=WATCH_MAX_AGE_MS, max_retries=0)

@@ -28,7 +28,7 @@ from hosts.services import (
     publish_generation,
 )
 from hosts.volumes.commit import Commit
-from hosts.volumes.disks import AttachedDisk
+from hosts.volumes.disks import AttachedDisk, DiskHealth
 from sandboxes import lifecycle
 from sandboxes.errors import QuotaExceeded, WrongState
 from sandboxes.events import announce
@@ -42,6 +42,7 @@ State = Sandbox.State
 # One boot under software emulation on a machine that boots ten others.
 READY_TIMEOUT_S = 150
 READY_POLL_S = 0.1
+PING_TIMEOUT_S = 3.0
 # From the request on; after it the customer is told instead of kept waiting.
 GIVE_UP_AFTER = timedelta(minutes=6)
 # What processes get to end by themselves at a pause, and a frozen file system to settle.
@@ -160,7 +161,7 @@ def _make_ready(sandbox: Sandbox, hypervisor: Hypervisor) -> None:
 
 def _is_ready(channel: AgentChannel) -> bool:
     try:
-        return channel.ping().ready
+        return channel.ping(timeout_s=PING_TIMEOUT_S).ready
     except (AgentSilent, AgentFailed):
         return False
 
@@ -356,15 +357,19 @@ def open_files(sandbox_id: str) -> None:
         volume = sandbox.volume
         if volume.attached_for != Volume.Purpose.FILES or not _holds(volume):
             return
-        assert volume.head is not None
-        disks = local.disks()
-        disks.attach(volume.pk, root_key=volume.head.root_key, epoch=volume.epoch)
         if not local.paused_files().is_open(volume.pk):
-            device = local.fuse_path(volume.pk)
-            disks.export_fuse(volume.pk, device)
-            local.paused_files().open(volume.pk, device)
+            _mount_files(volume)
         mark_files_ready(volume.pk, epoch=volume.epoch, at=timezone.now())
         announce(sandbox)
+
+
+def _mount_files(volume: Volume) -> None:
+    assert volume.head is not None
+    disks = local.disks()
+    disks.attach(volume.pk, root_key=volume.head.root_key, epoch=volume.epoch)
+    device = local.device_file(volume.pk)
+    disks.export_fuse(volume.pk, device)
+    local.paused_files().open(volume.pk, device)
 
 
 def _holds(volume: Volume) -> bool:
@@ -396,11 +401,22 @@ def _end_files(sandbox: Sandbox) -> None:
         assert volume.attached_host_id is not None
         raise VolumeBusy(volume.pk, volume.attached_host_id)
     mark_files_ready(volume.pk, epoch=volume.epoch, at=None)
-    local.paused_files().close(volume.pk)
-    local.disks().drop_fuse(volume.pk)
+    _settle_files(volume)
     _commit(volume, Generation.Kind.FILES)
     local.paused_files().clear_dirty(volume.pk)
     detach_volume(volume.pk, epoch=volume.epoch)
     local.disks().detach(volume.pk, discard=True)
     volume.refresh_from_db()
     announce(sandbox)
+
+
+def _settle_files(volume: Volume) -> None:
+    """Unmount the files. What a killed server left half done is mended before it counts."""
+    files, disks = local.paused_files(), local.disks()
+    if disks.health(volume.pk) is DiskHealth.ABSENT:
+        files.close(volume.pk)
+        return
+    if not files.close(volume.pk):
+        _mount_files(volume)
+        files.close(volume.pk)
+    disks.drop_fuse(volume.pk)

@@ -178,5 +178,6 @@ class FakeHost:
         monkeypatch.setattr(local, "paused_files", lambda: self.files)
         monkeypatch.setattr(local, "hypervisor", fake_hypervisor)
         monkeypatch.setattr(local, "guest_lock", self.lock)
+        monkeypatch.setattr(local, "device_file", lambda _: Path("/nowhere/device"))
         for module in (operations, watch):
             monkeypatch.setattr(module, "AgentChannel", self.channel)
