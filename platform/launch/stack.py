@@ -2,6 +2,8 @@
 
 import fcntl
 import json
+import os
+import signal
 import socket
 import subprocess
 import time
@@ -32,10 +34,16 @@ WORKER_THREADS = 16
 
 
 class Stack:
-    """Starts and stops one platform. Not to be started twice."""
+    """Starts and stops one platform. Not to be started twice.
 
-    def __init__(self, config: Config, who: Person) -> None:
+    `interrupted` is asked during each long wait, and ends it with `LaunchFailed`.
+    """
+
+    def __init__(
+        self, config: Config, who: Person, *, interrupted: Callable[[], bool] = lambda: False
+    ) -> None:
         self.config = config
+        self.interrupted = interrupted
         self.who = who
         self.supervisor = Supervisor(config)
         self.started_at = datetime.now(UTC)
@@ -43,17 +51,16 @@ class Stack:
 
     # -- in order ----------------------------------------------------------------------------
 
-    def start(self, *, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Bring everything up, until it is healthy or `interrupted` says to give up.
+    def start(self) -> None:
+        """Bring everything up, until it is healthy.
 
         Raises:
-            LaunchFailed: a step did not work.
+            LaunchFailed: a step did not work, or was interrupted.
         """
-        if not interrupted():
-            self.start_services()
-        self.start_rest(interrupted=interrupted)
+        self.start_services()
+        self.start_rest()
 
-    def start_rest(self, *, interrupted: Callable[[], bool] = lambda: False) -> None:
+    def start_rest(self) -> None:
         """Bring up all but the servers, which must answer."""
         for part in (
             self.start_libvirt,
@@ -62,9 +69,12 @@ class Stack:
             self.start_processes,
             self.check_health,
         ):
-            if interrupted():
-                return
+            self._give_up_if_interrupted()
             part()
+
+    def _give_up_if_interrupted(self) -> None:
+        if self.interrupted():
+            raise LaunchFailed("Interrupted.")
 
     def start_services(self) -> None:
         """Start the servers whose address was not given."""
@@ -152,6 +162,7 @@ class Stack:
     def _wait_for(self, name: str, is_ready: Callable[[], bool]) -> None:
         until = time.monotonic() + HEALTHY_TIMEOUT_S
         while not is_ready():
+            self._give_up_if_interrupted()
             if time.monotonic() > until:
                 log = self.supervisor.log(name)
                 raise LaunchFailed(
@@ -226,16 +237,32 @@ class Stack:
         Raises:
             LaunchFailed: it failed.
         """
-        answer = subprocess.run(
+        child = subprocess.Popen(
             list(command),
             env=self.config.environment(),
             cwd=self.config.checkout,
             stdin=subprocess.DEVNULL,
-            timeout=IMAGES_TIMEOUT_S,
-            check=False,
+            start_new_session=True,
         )
-        if answer.returncode:
-            raise LaunchFailed(f"{' '.join(command)} failed with {answer.returncode}.")
+        try:
+            code = self._await(child)
+        finally:
+            # It runs others in turn (mmdebstrap, mksquashfs): all of them have to go.
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGTERM)
+                child.wait(timeout=30)
+        if code:
+            raise LaunchFailed(f"{' '.join(command)} failed with {code}.")
+
+    def _await(self, child: "subprocess.Popen[bytes]") -> int:
+        until = time.monotonic() + IMAGES_TIMEOUT_S
+        while time.monotonic() < until:
+            self._give_up_if_interrupted()
+            try:
+                return child.wait(timeout=0.5)
+            except subprocess.TimeoutExpired:
+                continue
+        raise LaunchFailed(f"{child.args!r} took longer than {IMAGES_TIMEOUT_S:.0f} s.")
 
 
 @contextmanager

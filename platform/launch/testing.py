@@ -90,6 +90,8 @@ def _run(platform: Config, own: Config, arguments: list[str], *, quick: bool) ->
         say()
         leave_no_guest(own)
         stack.stop()
+        for config in (platform, own):
+            shutil.rmtree(config.run_dir, ignore_errors=True)
 
 
 def _needs_platform(config: Config, environment: dict[str, str], arguments: list[str]) -> bool:

@@ -89,13 +89,13 @@ def _run(options: argparse.Namespace) -> int:
             _forget_all(state_dir)
         config = configure(os.environ)
         stop = _stop_requested()
-        stack = Stack(config, prepare_folders(config))
+        stack = Stack(config, prepare_folders(config), interrupted=stop.is_set)
         own = processes.running(os.getpid())
         assert own is not None
         PidFiles(config.pid_dir).write(SUPERVISOR, own)
         try:
-            _start(stack, stop, services_only=options.services_only)
-            if options.ready_file is not None and not stop.is_set():
+            _start(stack, services_only=options.services_only)
+            if options.ready_file is not None:
                 options.ready_file.touch()
             # Short waits: a signal's handler runs between two of them.
             while not stop.wait(0.5):
@@ -107,13 +107,12 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _start(stack: Stack, stop: threading.Event, *, services_only: bool) -> None:
+def _start(stack: Stack, *, services_only: bool) -> None:
     if services_only:
         stack.start_services()
         say(f"The servers run; their addresses are in {stack.config.state_dir / 'env'}.")
-        return
-    stack.start(interrupted=stop.is_set)
-    if not stop.is_set():
+    else:
+        stack.start()
         stack.greet()
 
 
