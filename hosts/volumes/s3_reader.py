@@ -10,6 +10,7 @@ Amazon S3 API reference.
 
 import http.client
 import ssl
+import weakref
 from datetime import UTC, datetime
 from hashlib import sha256
 from hmac import new as hmac
@@ -38,6 +39,7 @@ class S3Reader:
         self._base = quote(f"{url.path.rstrip('/')}/{config.bucket}/{config.prefix}", safe="/~")
         self._tls = ssl.create_default_context() if self._secure else None
         self._idle: LifoQueue[http.client.HTTPConnection] = LifoQueue(maxsize=16)
+        weakref.finalize(self, _close_all, self._idle)
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         path = self._base + quote(key, safe="/~")
@@ -124,3 +126,8 @@ class S3Reader:
                 f"SignedHeaders={_SIGNED},Signature={signature}"
             ),
         }
+
+
+def _close_all(idle: LifoQueue[http.client.HTTPConnection]) -> None:
+    while not idle.empty():
+        idle.get_nowait().close()

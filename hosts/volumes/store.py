@@ -1,6 +1,7 @@
 """The object store on any S3, through boto3; an export reads through `s3_reader`."""
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,11 @@ CONNECTIONS = 16
 DELETE_BATCH = 1000
 """The most that S3 takes in one DeleteObjects."""
 
+_session = boto3.session.Session()
+_session_lock = threading.Lock()
+"""One session: it keeps the description of S3, which takes half a second to parse.
+Clients are safe for many threads, but making them is not."""
+
 _THERE_ALREADY = {"PreconditionFailed", "412"}
 _MISSING = {"NoSuchKey", "404", "NotFound"}
 
@@ -34,24 +40,28 @@ class S3ObjectStore:
         self.config = config
         self.counts = StoreCounts()
         self._lock = threading.Lock()
-        self._client = boto3.client(
-            "s3",
-            endpoint_url=config.endpoint_url,
-            region_name=config.region,
-            aws_access_key_id=config.access_key_id,
-            aws_secret_access_key=config.secret_access_key,
-            config=Config(
-                signature_version="s3v4",
-                s3={"addressing_style": "path"},
-                connect_timeout=CONNECT_TIMEOUT_S,
-                read_timeout=READ_TIMEOUT_S,
-                retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-                max_pool_connections=CONNECTIONS,
-                # The newer default sends trailers, which several S3 servers store as data.
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-            ),
-        )
+        with _session_lock:
+            self._client = _session.client(
+                "s3",
+                endpoint_url=config.endpoint_url,
+                region_name=config.region,
+                aws_access_key_id=config.access_key_id,
+                aws_secret_access_key=config.secret_access_key,
+                config=Config(
+                    signature_version="s3v4",
+                    s3={"addressing_style": "path"},
+                    connect_timeout=CONNECT_TIMEOUT_S,
+                    read_timeout=READ_TIMEOUT_S,
+                    retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+                    max_pool_connections=CONNECTIONS,
+                    # The newer default sends trailers, which several S3 servers store as data.
+                    request_checksum_calculation="when_required",
+                    response_checksum_validation="when_required",
+                ),
+            )
+
+        # Whoever lets go of a store lets go of its connections.
+        weakref.finalize(self, self._client.close)
 
     def _count(self, **more: int) -> None:
         with self._lock:

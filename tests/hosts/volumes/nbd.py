@@ -47,6 +47,9 @@ class Nbd:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._socket.close()
 
     def _take(self, count: int) -> bytes:

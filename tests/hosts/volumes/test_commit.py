@@ -1,0 +1,213 @@
+"""Commits on a store in memory: what is written, and what is not."""
+
+import os
+import subprocess
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+
+from common.units import GiB, KiB, MiB
+from hosts.volumes.blocks import BLOCK_BYTES
+from hosts.volumes.cache import ObjectCache
+from hosts.volumes.commit import Commit, commit_overlays, import_image, load_root
+from hosts.volumes.errors import Corrupt, StoreUnavailable
+from hosts.volumes.naming import ObjectName, parse_key
+from hosts.volumes.reader import ReaderMemory, VolumeReader
+from tests.hosts.volumes.memory_store import MemoryStore
+from tests.hosts.volumes.test_qcow2 import make, qemu_io
+
+VOLUME = UUID(int=3)
+
+
+class Bench:
+    """A store, a cache and a folder for images."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = MemoryStore()
+        self.cache = ObjectCache(
+            folder / "cache", budget_bytes=GiB, reader=self.store, patience_s=0
+        )
+
+    def import_bytes(self, content: bytes, size_bytes: int = GiB) -> Commit:
+        image = self.folder / "image"
+        image.write_bytes(content)
+        return import_image(image, volume_id=uuid4(), store=self.store, size_bytes=size_bytes)
+
+    def overlay(self, name: str, *commands: str) -> Path:
+        path = make(self.folder / f"{name}.qcow2", size="1G")
+        qemu_io(path, *commands)
+        return path
+
+    def commit(self, base: Commit, *overlays: Path, epoch: int = 1) -> Commit | None:
+        return commit_overlays(
+            overlays,
+            base_root_key=base.root_key,
+            volume_id=VOLUME,
+            epoch=epoch,
+            store=self.store,
+            cache=self.cache,
+        )
+
+    def read(self, commit: Commit, offset: int, length: int) -> bytes:
+        reader = VolumeReader(load_root(self.store, commit.root_key), ReaderMemory(self.cache))
+        buffer = bytearray(length)
+        reader.read_into(buffer, offset)
+        return bytes(buffer)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_an_image_reads_back_and_its_zeros_cost_nothing(bench: Bench) -> None:
+    content = os.urandom(MiB) + bytes(MiB) + b"odd end"
+    commit = bench.import_bytes(content)
+    assert bench.read(commit, 0, 3 * MiB) == content.ljust(3 * MiB, b"\0")
+    assert commit.blocks_changed == MiB // BLOCK_BYTES + 1
+    assert commit.size_bytes == GiB
+    assert commit.uploaded_bytes == sum(len(body) for body in bench.store.objects.values())
+
+
+def test_an_image_becomes_packs_of_four_to_eight_mebibytes(bench: Bench) -> None:
+    commit = bench.import_bytes(os.urandom(40 * MiB))
+    sizes = sorted(size for _, size in bench.store.keys("packs/"))
+    assert len(sizes) == commit.packs
+    assert all(4 * MiB <= size <= 8 * MiB for size in sizes[1:])
+
+
+def test_an_import_tells_how_far_it_is(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    image.write_bytes(os.urandom(40 * MiB))
+    told: list[tuple[int, int]] = []
+    import_image(
+        image,
+        volume_id=VOLUME,
+        store=MemoryStore(),
+        size_bytes=GiB,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == sorted(told)
+    assert len(told) > 2
+    assert told[-1] == (40 * MiB, 40 * MiB)
+
+
+def test_an_image_larger_than_its_device_is_refused(bench: Bench) -> None:
+    with pytest.raises(Corrupt):
+        bench.import_bytes(bytes(2 * MiB), size_bytes=MiB)
+
+
+def test_upper_overlays_win_and_zeros_hide_what_is_below(bench: Bench) -> None:
+    base = bench.import_bytes(b"b" * MiB)
+    lower = bench.overlay("lower", "write -P 0x31 0 256k")
+    upper = bench.overlay("upper", "write -P 0x32 64k 64k", "write -z -u 128k 64k")
+    commit = bench.commit(base, lower, upper)
+    assert commit is not None
+    part = 64 * KiB
+    expected = b"1" * part + b"2" * part + bytes(part) + b"1" * part + b"b" * part
+    assert bench.read(commit, 0, 5 * part) == expected
+    assert commit.blocks_changed == 4
+
+
+def test_a_generation_stays_as_it_was_when_others_follow(bench: Bench) -> None:
+    base = bench.import_bytes(b"b" * MiB)
+    first = bench.commit(base, bench.overlay("one", "write -P 0x31 0 64k"))
+    assert first is not None
+    second = bench.commit(first, bench.overlay("two", "write -P 0x32 0 64k"), epoch=2)
+    assert second is not None
+    assert bench.read(base, 0, 1) == b"b"
+    assert bench.read(first, 0, 1) == b"1"
+    assert bench.read(second, 0, 1) == b"2"
+
+
+def test_live_bytes_are_exact_over_many_generations(bench: Bench) -> None:
+    commit = bench.import_bytes(os.urandom(2 * MiB))
+    for number in range(6):
+        pattern = f"write -P {number + 1} {number % 3 * 100}M 192k"
+        hole = f"write -z -u {number * 64}k 64k"
+        after = bench.commit(commit, bench.overlay(f"o{number}", pattern, hole))
+        assert after is not None
+        commit = after
+    root = load_root(bench.store, commit.root_key)
+    live: dict[ObjectName, int] = {}
+    reader = VolumeReader(root, ReaderMemory(bench.cache))
+    for number in range(GiB // BLOCK_BYTES):
+        entry = reader._entry(number)
+        if entry is not None:
+            live[entry.pack] = live.get(entry.pack, 0) + entry.length
+    assert {pack: use.live_bytes for pack, use in root.packs.items()} == live
+    own = sum(count for pack, count in live.items() if pack.volume == VOLUME.bytes)
+    assert commit.stored_bytes == own
+    for pack, use in root.packs.items():
+        assert len(bench.store.objects[pack.key("packs")]) == use.stored_bytes
+
+
+def test_doing_it_again_gives_the_same_names_and_stores_nothing_twice(bench: Bench) -> None:
+    base = bench.import_bytes(b"b" * MiB)
+    overlay = bench.overlay("one", "write -P 0x31 0 640k", "write -P 0x33 600M 64k")
+    first = bench.commit(base, overlay)
+    before = dict(bench.store.objects)
+    assert bench.commit(base, overlay) == first
+    assert bench.store.objects == before
+
+
+def test_a_commit_fetches_only_the_leaves_that_it_changes(bench: Bench) -> None:
+    image = bench.folder / "wide"
+    with image.open("wb") as file:
+        for at in (0, 300 * MiB, 600 * MiB, 900 * MiB):
+            file.seek(at)
+            file.write(b"w" * MiB)
+    base = import_image(image, volume_id=uuid4(), store=bench.store, size_bytes=GiB)
+    bench.store.gets.clear()
+    commit = bench.commit(base, bench.overlay("one", "write -P 0x31 300M 64k"))
+    assert commit is not None
+    assert [key.split("/")[0] for key, _, _ in bench.store.gets] == ["roots", "leaves"]
+    assert len(load_root(bench.store, commit.root_key).leaves) == 4
+
+
+@pytest.mark.parametrize("kind", ["packs", "leaves", "roots"])
+def test_a_root_is_never_there_before_what_it_names(bench: Bench, kind: str) -> None:
+    base = bench.import_bytes(b"b" * MiB)
+    overlay = bench.overlay("one", "write -P 0x31 0 64k")
+    before = set(bench.store.objects)
+    bench.store.fail = lambda key: key.startswith(kind) and VOLUME.hex in key
+    with pytest.raises(StoreUnavailable):
+        bench.commit(base, overlay)
+    new = {key.split("/")[0] for key in set(bench.store.objects) - before}
+    assert new == {"packs": set(), "leaves": {"packs"}, "roots": {"packs", "leaves"}}[kind]
+    bench.store.fail = lambda _: False
+    assert bench.commit(base, overlay) is not None
+
+
+def test_a_failing_upload_ends_a_large_commit_soon(bench: Bench) -> None:
+    image = bench.folder / "image"
+    image.write_bytes(os.urandom(100 * MiB))
+    tried: list[str] = []
+
+    def fail(key: str) -> bool:
+        tried.append(key)
+        return True
+
+    bench.store.fail = fail
+    with pytest.raises(StoreUnavailable):
+        import_image(image, volume_id=VOLUME, store=bench.store, size_bytes=GiB)
+    assert len(tried) < 16
+
+
+def test_another_volumes_root_under_a_root_key_is_noticed(bench: Bench) -> None:
+    one = bench.import_bytes(b"1" * MiB)
+    two = bench.import_bytes(b"2" * MiB)
+    bench.store.objects[one.root_key] = bench.store.objects[two.root_key]
+    with pytest.raises(Corrupt):
+        load_root(bench.store, one.root_key)
+    assert parse_key(one.root_key)[0] == "roots"
+
+
+def test_an_overlay_of_another_size_is_refused(bench: Bench) -> None:
+    base = bench.import_bytes(b"b" * MiB)
+    other = bench.folder / "other.qcow2"
+    subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", other, "2G"], check=True)
+    with pytest.raises(Corrupt):
+        bench.commit(base, other)

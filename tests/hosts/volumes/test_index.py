@@ -1,0 +1,158 @@
+"""Leaves and roots against plain dictionaries, and against hostile bytes."""
+
+import os
+from contextlib import suppress
+from uuid import UUID
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.units import GiB, MiB
+from hosts.volumes.blocks import BLOCK_BYTES, compress, decode_block, decompress, encode_block
+from hosts.volumes.errors import Corrupt
+from hosts.volumes.index import LEAF_BLOCKS, Entry, Leaf, LeafRef, PackUse, Root
+from hosts.volumes.naming import ObjectName, content_digest, parse_key
+
+VOLUME = UUID(int=7)
+PACKS = [ObjectName(VOLUME.bytes, 1, bytes([n]) * 16) for n in range(5)]
+
+entries = st.builds(
+    Entry,
+    st.sampled_from(PACKS),
+    st.integers(0, 8 * MiB),
+    st.integers(1, BLOCK_BYTES),
+    st.binary(min_size=16, max_size=16),
+)
+changes = st.dictionaries(st.integers(0, LEAF_BLOCKS - 1), st.none() | entries, max_size=30)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(changes, max_size=5))
+def test_a_leaf_is_a_dictionary_of_entries(steps: list[dict[int, Entry | None]]) -> None:
+    leaf = Leaf.empty()
+    model: dict[int, Entry] = {}
+    for step in steps:
+        leaf = Leaf.decode(leaf.changed(step).encode())
+        model.update({slot: entry for slot, entry in step.items() if entry is not None})
+        for slot in [slot for slot, entry in step.items() if entry is None]:
+            model.pop(slot, None)
+        assert {n: e for n in range(LEAF_BLOCKS) if (e := leaf[n]) is not None} == model
+        live: dict[ObjectName, int] = {}
+        for entry in model.values():
+            live[entry.pack] = live.get(entry.pack, 0) + entry.length
+        assert leaf.live_bytes() == live
+        assert bool(leaf) == bool(model)
+
+
+@settings(max_examples=30, deadline=None)
+@given(changes, changes)
+def test_equal_leaves_are_equal_bytes_however_they_came_about(
+    one: dict[int, Entry | None], two: dict[int, Entry | None]
+) -> None:
+    whole = one | two
+    by_steps = Leaf.empty().changed(one).changed(two)
+    assert by_steps.encode() == Leaf.empty().changed(whole).encode()
+
+
+def example_root() -> Root:
+    root = Root(64 * GiB)
+    root.packs = {pack: PackUse(5 * MiB, 1000 + n) for n, pack in enumerate(PACKS)}
+    root.objects = {PACKS[0]: 5000, PACKS[1]: 900}
+    root.leaves = {
+        0: LeafRef(PACKS[0], 0, 3000, b"a" * 16),
+        3: LeafRef(PACKS[0], 3000, 2000, b"b" * 16),
+        255: LeafRef(PACKS[1], 0, 900, b"c" * 16),
+    }
+    return root
+
+
+def test_a_root_reads_as_it_was_written() -> None:
+    root = example_root()
+    assert Root.decode(root.encode()) == root
+
+
+def test_a_root_forgets_what_nothing_refers_to() -> None:
+    root = example_root()
+    del root.leaves[255]
+    root.packs[PACKS[4]] = PackUse(5 * MiB, 0)
+    again = Root.decode(root.encode())
+    assert PACKS[1] not in again.objects
+    assert PACKS[4] not in again.packs
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"leaves": {256: LeafRef(PACKS[0], 0, 10, b"a" * 16)}},
+        {"leaves": {0: LeafRef(PACKS[0], 4999, 10, b"a" * 16)}},
+        {"size_bytes": 0},
+        {"size_bytes": 12345},
+        {"size_bytes": 1 << 62},
+    ],
+)
+def test_a_root_that_cannot_be_is_refused(damage: dict[str, object]) -> None:
+    root = example_root()
+    for name, value in damage.items():
+        setattr(root, name, value)
+    with pytest.raises(Corrupt):
+        Root.decode(root.encode())
+
+
+def payload_of(body: bytes) -> bytes:
+    return decompress(body[8:], 64 * MiB)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damaged_bytes_give_a_value_or_corrupt_and_nothing_else(data: st.DataObject) -> None:
+    leaf = Leaf.empty().changed({n: Entry(PACKS[n % 5], n, 100, b"d" * 16) for n in range(99)})
+    body, decode = data.draw(
+        st.sampled_from([(example_root().encode(), Root.decode), (leaf.encode(), Leaf.decode)])
+    )
+    # Damage what is compressed as well as the compressed form, or zstd would catch it all.
+    inside = data.draw(st.booleans())
+    raw = bytearray(payload_of(body) if inside else body)
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(raw)) | st.just(len(raw)))
+    damaged = bytes(raw[:cut])
+    with suppress(Corrupt):
+        decode(body[:8] + compress(damaged) if inside else damaged)
+
+
+def test_a_frame_that_claims_a_huge_size_asks_for_no_memory() -> None:
+    bomb = compress(bytes(64 * MiB))
+    assert len(bomb) < 10_000
+    with pytest.raises(Corrupt):
+        decompress(bomb, BLOCK_BYTES)
+    with pytest.raises(Corrupt):
+        # A header that states 2^62 bytes.
+        decompress(b"\x28\xb5\x2f\xfd\xe0" + (1 << 62).to_bytes(8, "little"), BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("block", [os.urandom(BLOCK_BYTES), b"text" * (BLOCK_BYTES // 4)])
+def test_a_block_survives_its_encoding_and_any_change_is_noticed(block: bytes) -> None:
+    digest = content_digest(block)
+    stored = encode_block(block)
+    assert len(stored) <= BLOCK_BYTES
+    assert decode_block(stored, digest) == block
+    for at in range(0, len(stored), 1 + len(stored) // 50):
+        damaged = stored[:at] + bytes([stored[at] ^ 1]) + stored[at + 1 :]
+        with pytest.raises(Corrupt):
+            decode_block(damaged, digest)
+        with pytest.raises(Corrupt):
+            decode_block(stored[:at], digest)
+
+
+@pytest.mark.parametrize(
+    "key", ["", "packs/../../etc/passwd", "roots/" + "0" * 32 + "/00000001/zz", "packs/a/b/c"]
+)
+def test_only_our_own_keys_are_keys(key: str) -> None:
+    with pytest.raises(Corrupt):
+        parse_key(key)
+
+
+def test_a_name_survives_its_key() -> None:
+    assert parse_key(PACKS[3].key("packs")) == ("packs", PACKS[3])
+    assert ObjectName.unpack(PACKS[3].pack()) == PACKS[3]
