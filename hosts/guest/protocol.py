@@ -6,7 +6,22 @@
     └──────┴──────────────────┴─────────────────────────────┘
 
 The first frame of a client is `JSON` with an `op`, the first of the agent `JSON` with
-`ok`. Either side believes nothing of the other: every length is bounded here.
+`ok`. Either side believes nothing of the other: every length is bounded here. A connection
+asks one thing; the agent closes it when that is answered.
+
+    context.create   {id, argv, cwd, env, pty, stdin, ttl_s, idle_timeout_s, hidden}
+    context.run      the same, and goes on as an attach from the start
+    context.attach   {id, from: "start" | "now"}: output frames, then {"event": "exit",
+                     "context"}; the client may send INPUT, CLOSE_INPUT, and JSON with op
+                     "resize" or "signal". A mistake is {"event": "error", "error"}.
+    context.output   {id}: what is retained, then {"event": "end"}
+    context.input    {id}, INPUT frames, then CLOSE_INPUT, {"event": "end"} or the end of the
+                     stream; answered by {"event": "accepted", "bytes"} or {"event": "error",
+                     "error"}
+    context.get, .list, .delete, .signal, .resize: one answer
+    ping, stats, set_clock, sync, freeze, thaw, prepare_stop, grow: as at the second door
+
+A refusal is {"ok": false, "error": {"code", "message"}}, with one of the codes below.
 
 This file is also part of the agent, which starts under software emulation: it imports
 `json` alone, since `enum`, `dataclasses` and `typing` would each cost it a noticeable time.

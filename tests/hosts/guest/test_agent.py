@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hosts.guest import protocol
-from tests.hosts.guest.agents import Agent, running_agent
+from tests.hosts.guest.agents import Agent, Client, running_agent
 
 MIB = 1024 * 1024
 
@@ -459,12 +459,10 @@ def test_mistakes_are_named(agent: Agent) -> None:
 def test_garbage_closes_its_connection_and_no_other(agent: Agent) -> None:
     with agent.connect(op="context.run", id="bystander", argv=["sleep", "0.5"]) as bystander:
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"J\xff\xff\xff\xff", b"J\x00\x00\x00\x01{"):
-            client = agent.connect(op="context.list")
-            client.socket.close()
-            raw = type(client)(agent.path)
-            raw.socket.sendall(garbage)
-            assert raw.document()["error"]["code"] == "invalid_request"
-            assert raw.frame() is None
+            with Client(agent.path) as raw:
+                raw.socket.sendall(garbage)
+                assert raw.document()["error"]["code"] == "invalid_request"
+                assert raw.frame() is None
         assert bystander.result().code == 0
 
 
