@@ -14,6 +14,7 @@ from django.utils import timezone
 from django.utils.text import slugify
 from redis.exceptions import RedisError
 
+from accounts.closing import announce_closed
 from accounts.errors import RolesExceedYours
 from accounts.models import (
     ApiKey,
@@ -125,12 +126,16 @@ def deactivate_api_key(
     api_key: ApiKey | None = None,
     source_ip: str | None = None,
 ) -> None:
-    """Close a key for good. It fails at the very next request. Safe to repeat."""
+    """Close a key for good: it fails at the very next request, and its sockets end.
+
+    Safe to repeat.
+    """
     with transaction.atomic():
         changed = ApiKey.objects.filter(pk=key.pk, is_active=True).update(
             is_active=False, updated_at=timezone.now()
         )
         if changed:
+            announce_closed(key)
             _record_key_event("api_key.deactivate", key, user, api_key, source_ip)
     key.is_active = False
 
@@ -148,6 +153,7 @@ def delete_api_key(
         actor = api_key if api_key and api_key.pk != key.pk else None
         _record_key_event("api_key.delete", key, user, actor, source_ip)
         ApiKey.objects.filter(pk=key.pk).delete()
+        announce_closed(key)
 
 
 def _record_key_event(

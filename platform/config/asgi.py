@@ -1,6 +1,7 @@
 """The ASGI application: HTTP to Django, websockets to the API's and the console's sockets."""
 
 import os
+import warnings
 from typing import Any
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "config.settings")
@@ -24,6 +25,9 @@ from common.api.routing import (
 from common.api.sockets import Receive, Scope, Send, refuse
 from sandboxes.api.routing import websocket_urlpatterns as api_sockets
 from sandboxes.web.routing import websocket_urlpatterns as console_sockets
+
+# WhiteNoise's files: a few hundred kilobytes each, so that reading one whole is no harm.
+warnings.filterwarnings("ignore", "StreamingHttpResponse must consume synchronous iterators")
 
 hold_no_thread()
 api = ApiHandler()
