@@ -81,12 +81,24 @@ class Loop:
 
     def run(self) -> None:
         """Turn until stopped."""
+        self._running = True
         while self._running:
-            for fd, events in self._epoll.poll(self._timeout_s()):
-                handler = self._handlers.get(fd)
-                if handler:  # an earlier one of this turn may have forgotten it
-                    handler(events)
-            self._run_timers()
+            self.turn()
+
+    def turn(self) -> None:
+        """Wait for what happens next, and call back on it."""
+        for fd, events in self._epoll.poll(self._timeout_s()):
+            handler = self._handlers.get(fd)
+            if handler:  # an earlier one of this turn may have forgotten it
+                handler(events)
+        self._run_timers()
+
+    def close(self) -> None:
+        """Let go of the descriptors and the wake-up of signals."""
+        write_fd = signal.set_wakeup_fd(-1)
+        for fd in (write_fd, self._signal_fd):
+            os.close(fd)
+        self._epoll.close()
 
     def _timeout_s(self) -> float | None:
         while self._timers and self._timers[0].act is None:
