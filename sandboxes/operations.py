@@ -21,6 +21,7 @@ from hosts.errors import VolumeBusy
 from hosts.guest.channel import AgentChannel, AgentFailed, AgentSilent
 from hosts.hypervisor import GuestState, Hypervisor, cores_for
 from hosts.models import Generation, Volume
+from hosts.paused_files import FilesUnavailable
 from hosts.services import (
     attach_volume,
     detach_volume,
@@ -418,5 +419,6 @@ def _settle_files(volume: Volume) -> None:
         return
     if not files.close(volume.pk):
         _mount_files(volume)
-        files.close(volume.pk)
+        if not files.close(volume.pk):
+            raise FilesUnavailable("The files were not unmounted properly.")
     disks.drop_fuse(volume.pk)

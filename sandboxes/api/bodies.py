@@ -55,6 +55,7 @@ def sandbox_body(sandbox: Sandbox, cost_usd: Decimal) -> dict[str, Any]:
         "claimed_at": instant(sandbox.claimed_at),
         "services": [],
         "resources": {"memory": format_memory(sandbox.memory_bytes)},
+        "storage": storage_body(sandbox),
         **_runtime(sandbox),
     }
     return body | _present(
@@ -64,6 +65,19 @@ def sandbox_body(sandbox: Sandbox, cost_usd: Decimal) -> dict[str, Any]:
             "last_error": sandbox.last_error or None,
         }
     )
+
+
+def storage_body(sandbox: Sandbox) -> dict[str, int]:
+    """Return what the sandbox keeps, and what its last commit and start moved, in bytes."""
+    head = sandbox.volume.head
+    run = sandbox.runs.first()
+    is_own = head is not None and head.volume_id == sandbox.volume_id
+    return {
+        "generation": head.number if head and is_own else 0,
+        "stored_bytes": head.stored_bytes if head and is_own else 0,
+        "uploaded_bytes": head.uploaded_bytes if head and is_own else 0,
+        "fetched_bytes": run.fetched_bytes if run else 0,
+    }
 
 
 def status_body(sandbox: Sandbox) -> dict[str, Any]:

@@ -98,6 +98,13 @@ class ResourcesAnswer(serializers.Serializer[Any]):
     memory = serializers.CharField()
 
 
+class StorageAnswer(serializers.Serializer[Any]):
+    generation = serializers.IntegerField(help_text="Number of the last commit; 0 before it.")
+    stored_bytes = serializers.IntegerField(help_text="Kept beyond the template's own data.")
+    uploaded_bytes = serializers.IntegerField(help_text="By the last commit.")
+    fetched_bytes = serializers.IntegerField(help_text="By the last start, until ready.")
+
+
 class SandboxAnswer(Summary, Runtime):
     team_id = serializers.CharField()
     user_id = serializers.CharField(required=False)
@@ -105,6 +112,7 @@ class SandboxAnswer(Summary, Runtime):
     claimed_at = serializers.DateTimeField()
     services = serializers.ListField(child=serializers.JSONField())
     resources = ResourcesAnswer()
+    storage = StorageAnswer()
     health = serializers.CharField(required=False)
     last_error = serializers.CharField(required=False)
 

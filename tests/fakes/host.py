@@ -152,7 +152,7 @@ class FakeHost:
         uuid = UUID(path.parent.name)
 
         def ask(op: str) -> Callable[..., AgentState]:
-            def answer(*args: object) -> AgentState:
+            def answer(*args: object, **options: object) -> AgentState:
                 if uuid in self.silent:
                     raise AgentSilent
                 self.asked.append((op, uuid))
