@@ -31,6 +31,10 @@ MANAGE_TIMEOUT_S = 600.0
 # A kernel, a toolkit and a Debian are downloaded and packed, on two slow cores.
 IMAGES_TIMEOUT_S = 3000.0
 WORKER_THREADS = 16
+# mmdebstrap mounts the host's /proc, /sys and /dev/shm into the tree that it builds. When it is
+# killed they would stay there, for the next `rm -r` or `chown -R` to walk into: so it has
+# mounts and processes of its own, which the kernel ends with it.
+ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 class Stack:
@@ -88,7 +92,8 @@ class Stack:
     def build_images(self) -> None:
         """Build what a guest boots from, where it is missing, and choose the accelerator."""
         images = self.config.images_dir
-        command = [self.config.python, "-m", "hosts.guest.build", "--images", str(images)]
+        command = [*ALONE, self.config.python, "-m", "hosts.guest.build"]
+        command += ["--images", str(images)]
         # bin/up and bin/test share the images; one builds, the other finds them built.
         with step("Guest images"), _locked(images / ".lock"):
             self.run_as_root(command)
@@ -249,7 +254,7 @@ class Stack:
         finally:
             # It runs others in turn (mmdebstrap, mksquashfs): all of them have to go.
             if child.poll() is None:
-                os.killpg(child.pid, signal.SIGTERM)
+                os.killpg(child.pid, signal.SIGKILL)
                 child.wait(timeout=30)
         if code:
             raise LaunchFailed(f"{' '.join(command)} failed with {code}.")
