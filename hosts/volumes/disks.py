@@ -36,8 +36,9 @@ __all__ = ["EXPORT_NAME", "AttachedDisk", "DiskHealth", "Disks", "DisksConfig", 
 LOCK_TIMEOUT_S = 300
 """How long to wait for another worker that has the disk; an upload may be under way."""
 
-_PATIENCE_S = 30
-"""A commit that cannot read its base gives up soon: its caller has its own retries."""
+_PATIENCE_S = 0
+"""A commit that cannot read its base gives up: the S3 client has tried several times by
+then, and the caller has its own retries."""
 
 
 class DiskHealth(Enum):
