@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandParser
 
 from common.units import GiB, MiB
 from hosts import local
+from hosts.fuse_setup import allow_other
 from hosts.models import Host
 from hosts.network import NetworkConfig, ensure_network
 
@@ -18,7 +19,7 @@ KEPT_FOR_HOST_BYTES = 3 * GiB
 
 
 class Command(BaseCommand):
-    help = "Register this machine as a host, and set up its guests' network."
+    help = "Register this machine as a host, and set it up for guests. Run as root."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
@@ -52,6 +53,7 @@ class Command(BaseCommand):
             ),
             uri=settings.LIBVIRT_URI,
         )
+        allow_other()
         verb = "registered" if is_new else "brought up to date"
         self.stdout.write(
             f"{verb} host {host.name}: {memory_bytes / GiB:.1f} GiB, {host.accelerator}"
