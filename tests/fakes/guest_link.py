@@ -1,4 +1,4 @@
-"""A guest without a machine: the real agent, OpenSSH's SFTP server and a gate, on loopback.
+"""A guest without a machine: the real agent, a real SSH server and a gate, on loopback.
 
 What the web process talks to is what it talks to in production, over the same SSH; only
 that everything runs on this machine, and that files are this machine's own.
@@ -122,7 +122,7 @@ class LocalGuest:
             0,
             server_factory=lambda: _Sshd(self.platform_key, self.socket),
             server_host_keys=[self._host_key],
-            process_factory=_serve_subsystem,
+            sftp_factory=True,
             acceptor=self._connections.append,
             encoding=None,
         )
@@ -203,22 +203,6 @@ class _Sshd(asyncssh.SSHServer):
 
     def unix_connection_requested(self, dest_path: str) -> bool:
         return dest_path == str(self._socket)
-
-
-async def _serve_subsystem(process: "asyncssh.SSHServerProcess[bytes]") -> None:
-    if process.subsystem != "sftp":
-        process.exit(1)
-        return
-    server = await asyncio.create_subprocess_exec(
-        SFTP_SERVER,
-        "-e",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    await process.redirect(stdin=server.stdin, stdout=server.stdout)
-    await process.wait_closed()
-    await server.wait()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,0 +1,169 @@
+"""Waking a sandbox by using it, and what is answered where that is not allowed."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sandboxes import access, services
+from sandboxes.models import Sandbox
+from tests.fakes.guest_link import ADDRESS, LocalGuest
+
+State = Sandbox.State
+Make = Callable[..., Sandbox]
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "WAIT_S", 6.0)
+    monkeypatch.setattr(access, "LOOK_AGAIN_S", 0.2)
+
+
+def run(http: httpx.Client, sandbox: Sandbox) -> httpx.Response:
+    body = {"type": "cmd", "cmd": {"command": ["echo", "ok"]}, "wait_until_done": True}
+    return http.post(f"/sandboxes/{sandbox.id}/contexts", json=body)
+
+
+def code_of(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def move(sandbox: Sandbox, state: State, **fields: Any) -> None:
+    Sandbox.objects.filter(pk=sandbox.pk).update(state=state, **fields)
+
+
+def test_one_that_starts_is_waited_for(http: httpx.Client, make_sandbox: Make) -> None:
+    sandbox = make_sandbox(State.STARTING)
+    timer = threading.Timer(0.7, move, (sandbox, State.RUNNING))
+    timer.start()
+
+    response = run(http, sandbox)
+
+    timer.join()
+    assert response.status_code == 201
+    assert response.json()["data"]["stdout"] == "ok\n"
+
+
+def test_one_that_does_not_start_in_time_is_waking_up(
+    http: httpx.Client, make_sandbox: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "WAIT_S", 0.5)
+
+    response = run(http, make_sandbox(State.RESUMING))
+
+    assert code_of(response) == (503, "unavailable")
+    assert "waking up" in response.json()["error"]["message"]
+
+
+def test_many_callers_wake_a_paused_one_once(
+    http: httpx.Client,
+    make_sandbox: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sandbox = make_sandbox(State.PAUSED)
+    woken: list[str] = []
+    lock = threading.Lock()
+
+    def resume(*, sandbox: Sandbox) -> Sandbox:
+        with lock:
+            moved = Sandbox.objects.filter(pk=sandbox.pk, state=State.PAUSED).update(
+                state=State.RESUMING, runtime_generation=2
+            )
+            woken.extend([sandbox.id] * moved)
+        return sandbox
+
+    monkeypatch.setattr(services, "resume_sandbox", resume)
+    timer = threading.Timer(1.5, move, (sandbox, State.RUNNING))
+    timer.start()
+    answers: list[httpx.Response] = []
+    callers = [
+        threading.Thread(target=lambda: answers.append(run(http, sandbox))) for _ in range(8)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+
+    assert [answer.status_code for answer in answers] == [201] * 8
+    assert woken == [sandbox.id]
+
+
+def test_one_that_may_not_be_woken_is_not(http: httpx.Client, make_sandbox: Make) -> None:
+    sandbox = make_sandbox(State.PAUSED, auto_resume=False)
+
+    response = run(http, sandbox)
+
+    assert code_of(response) == (503, "unavailable")
+    assert "not running" in response.json()["error"]["message"]
+    sandbox.refresh_from_db()
+    assert sandbox.state == State.PAUSED
+
+
+def test_a_resume_that_fails_is_told(http: httpx.Client, make_sandbox: Make) -> None:
+    sandbox = make_sandbox(State.RESUMING)
+    fields = {"last_error": "no disk"}
+    timer = threading.Timer(0.7, move, (sandbox, State.PAUSED), fields)
+    timer.start()
+
+    response = run(http, sandbox)
+
+    timer.join()
+    assert code_of(response) == (503, "sandbox_resume_failed")
+    assert "no disk" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("state", "answer"),
+    [
+        (State.FAILED, (503, "sandbox_resume_failed")),
+        (State.TERMINATING, (404, "not_found")),
+        (State.DELETED, (404, "not_found")),
+    ],
+)
+def test_one_that_will_not_run_is_refused(
+    http: httpx.Client, make_sandbox: Make, state: State, answer: tuple[int, str]
+) -> None:
+    sandbox = make_sandbox(state)
+
+    assert code_of(run(http, sandbox)) == answer
+    assert code_of(http.get(f"/sandboxes/{sandbox.id}/files/list?path=/")) == answer
+
+
+def test_files_of_a_paused_one_are_served_without_waking_it(
+    http: httpx.Client,
+    make_sandbox: Make,
+    guest: LocalGuest,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sandbox = make_sandbox(State.PAUSED, auto_resume=False, address=ADDRESS)
+    volume = sandbox.volume
+    asked: list[str] = []
+
+    def open_files(*, sandbox: Sandbox) -> None:
+        asked.append(sandbox.id)
+        if len(asked) == 1:
+            guest.serve_paused_files(volume.id.hex)
+            type(volume).objects.filter(pk=volume.pk).update(
+                attached_for="files",
+                attached_host=sandbox.host,
+                files_ready_at=sandbox.created_at,
+            )
+
+    monkeypatch.setattr(services, "request_files", open_files)
+    url = f"/sandboxes/{sandbox.id}/files"
+
+    written = http.post(url, params={"path": f"{folder}/f"}, content=b"asleep")
+    read = http.get(url, params={"path": f"{folder}/f"})
+    guest.drop_paused_files(volume.id.hex)
+    guest.serve_paused_files(volume.id.hex)
+    after = http.get(url, params={"path": f"{folder}/f"})
+    guest.drop_paused_files(volume.id.hex)
+
+    assert written.status_code == 200
+    assert (folder / "f").read_bytes() == read.content == after.content == b"asleep"
+    sandbox.refresh_from_db()
+    assert sandbox.state == State.PAUSED
