@@ -1,0 +1,104 @@
+"""The console in a real browser, as far as no guest is needed."""
+
+import pytest
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser.conftest import Person
+
+pytestmark = pytest.mark.browser
+
+PAGES = {
+    "sandboxes": "/sandboxes/",
+    "claim": "/sandboxes/claim/",
+    "templates": "/templates/",
+    "keys": "/keys",
+    "usage": "/usage/",
+    "team": "/team",
+}
+
+
+def test_every_page_loads_without_an_error_in_light_and_dark(member: Person) -> None:
+    for theme in ("light", "dark"):
+        member.run("SandkeepTheme.choose(arguments[0])", theme)
+        for name, path in PAGES.items():
+            member.open(path)
+            member.find("main h1, main h2")
+
+            member.photographs(f"{name}-{theme}")
+            assert member.run("return document.documentElement.dataset.bsTheme") == theme
+            member.has_no_errors()
+
+
+def test_no_page_is_wider_than_a_small_phone(member: Person) -> None:
+    member.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True},
+    )
+
+    for name, path in PAGES.items():
+        member.open(path)
+        member.find("main h1, main h2")
+
+        member.photographs(f"{name}-phone")
+        assert member.run("return document.documentElement.scrollWidth") <= 360, name
+
+
+def test_the_keyboard_reaches_everything(member: Person) -> None:
+    member.open("/sandboxes/")
+    keys = ActionChains(member.driver)
+
+    keys.send_keys(Keys.TAB).perform()
+    assert member.driver.switch_to.active_element.text == "Skip to the content"
+
+    keys.send_keys("c").perform()
+    dialog = member.find("#dialog[open]")
+    assert "Claim a sandbox" in dialog.text
+    assert member.run(
+        "return document.getElementById('dialog').contains(document.activeElement)"
+    )
+    member.photographs("claim-dialog")
+
+    keys.send_keys(Keys.ESCAPE).perform()
+    member.wait(lambda _: not dialog.is_displayed(), "the dialog to close")
+
+    keys.send_keys("gu").perform()
+    member.wait(lambda driver: driver.current_url.endswith("/usage/"), "the usage page")
+
+
+def test_the_theme_follows_the_system_until_one_is_chosen(person: Person) -> None:
+    def prefers(theme: str) -> None:
+        features = [{"name": "prefers-color-scheme", "value": theme}]
+        person.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    prefers("dark")
+    person.open("/accounts/login/")
+    assert person.run("return document.documentElement.dataset.bsTheme") == "dark"
+
+    prefers("light")
+    assert person.run("return document.documentElement.dataset.bsTheme") == "light"
+
+    person.run("SandkeepTheme.choose('dark')")
+    person.driver.refresh()
+    assert person.run("return document.documentElement.dataset.bsTheme") == "dark"
+
+
+def test_a_form_says_beside_the_field_what_is_wrong(member: Person) -> None:
+    member.open("/sandboxes/claim/")
+    member.type("#id_ttl_s", "soon")
+
+    member.click("main form button[type=submit]")
+
+    member.sees("Write a time such as 30m")
+    member.photographs("claim-refused")
+
+
+def test_the_list_is_live(member: Person) -> None:
+    member.open("/sandboxes/")
+
+    # The first visit has the live socket too: what is claimed elsewhere shows by itself.
+    member.wait(
+        lambda driver: driver.find_element(By.CSS_SELECTOR, "[data-as-of]").text == "Live",
+        "the live connection",
+    )

@@ -1,0 +1,90 @@
+"""From sign-up to a file that outlived two runs, in a real browser and a real guest."""
+
+import re
+
+import pytest
+from selenium.webdriver.common.by import By
+
+from tests.browser.conftest import Person
+
+pytestmark = [pytest.mark.browser, pytest.mark.guest, pytest.mark.timeout(900)]
+
+# Under software emulation, on a machine that runs other tests at the same time.
+BOOT_S = 240
+PAUSE_S = 120
+
+
+def test_a_person_claims_types_pauses_edits_resumes_and_finds_it_all(member: Person) -> None:
+    member.open("/sandboxes/")
+    member.sees("Your first computer to come back to")
+    member.photographs("first-visit")
+    member.click("[data-claim]")
+    member.find("#dialog[open] button[type=submit]").click()
+    member.wait(lambda driver: "/terminal/" in driver.current_url, "the sandbox's page")
+    found = re.search(r"/sandboxes/(rs-[a-z0-9-]+)/", member.driver.current_url)
+    assert found is not None
+    path = f"/sandboxes/{found[1]}"
+    member.photographs("starting")
+
+    member.terminal_is_attached(BOOT_S)
+    member.is_in_state("running")
+    member.types_in_terminal("echo written-while-$((40 + 2)) > /root/notes.txt; stty size")
+    member.types_in_terminal("cat /root/notes.txt; echo é😀漢")
+    member.in_terminal("written-while-42\n")
+    member.photographs("terminal")
+    member.driver.refresh()
+    member.terminal_is_attached(BOOT_S)
+    member.in_terminal("written-while-42\n")
+
+    member.click("#head .actions button[hx-post$='/pause/']")
+    member.sees("Billing stopped")
+    member.photographs("pausing")
+    member.is_in_state("paused", PAUSE_S)
+    member.sees("asleep")
+    member.photographs("asleep")
+
+    edit_while_asleep(member, path)
+
+    member.click("#head .actions button[hx-post$='/resume/']")
+    member.is_in_state("running", BOOT_S)
+    member.open(f"{path}/terminal/")
+    member.terminal_is_attached(BOOT_S)
+    member.types_in_terminal("cat /root/notes.txt")
+    member.in_terminal("and edited while asleep", 60)
+    member.photographs("resumed")
+
+    for page in ("history", "settings", "files"):
+        member.open(f"{path}/{page}/")
+        member.find("main section, main form")
+        member.photographs(page)
+    member.open("/usage/")
+    member.sees(found[1])
+    member.photographs("usage")
+
+    delete(member, path)
+
+
+def edit_while_asleep(member: Person, path: str) -> None:
+    member.open(f"{path}/")
+    member.find("[data-entry='/root/notes.txt']", PAUSE_S)
+    member.sees("Asleep: its saved disk")
+    member.photographs("files-asleep")
+    member.driver.find_element(By.LINK_TEXT, "notes.txt").click()
+    member.find(".CodeMirror", PAUSE_S)
+    member.run(
+        "SandkeepEditor.setValue(SandkeepEditor.getValue() + arguments[0])",
+        "and edited while asleep\n",
+    )
+    member.photographs("editor")
+    member.click("#save")
+    member.sees("Saved.", PAUSE_S)
+    member.is_in_state("paused")
+
+
+def delete(member: Person, path: str) -> None:
+    member.open(f"{path}/history/")
+    member.click("#head .actions button[hx-post$='/delete/']")
+    member.sees("Its files go with it, for good")
+    member.photographs("delete")
+    member.click("#confirm-yes")
+    member.wait(lambda driver: driver.current_url.endswith("/sandboxes/"), "the list", PAUSE_S)
