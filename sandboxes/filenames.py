@@ -12,7 +12,8 @@ have its three bytes written in the same way, which keeps the two apart:
     EF 9F BF (U+F7FF)    U+F7EF U+F79F U+F7BF
 
 `to_bytes(to_text(name)) == name` for every name. Clients may also put the raw bytes in a
-query, percent-encoded (`%FF`): they arrive as surrogates, and are understood too.
+query, percent-encoded (`%FF`): they arrive as surrogates, and are understood too. Only a
+character of the block itself must be written as it is listed.
 """
 
 _BLOCK = 0xF700
