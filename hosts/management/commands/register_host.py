@@ -10,7 +10,7 @@ from django.core.management.base import BaseCommand, CommandParser
 
 from common.units import GiB, MiB
 from hosts import local
-from hosts.fuse_setup import allow_other
+from hosts.fuse_setup import allow_other, open_device
 from hosts.models import Host
 from hosts.network import NetworkConfig, ensure_network
 
@@ -53,6 +53,7 @@ class Command(BaseCommand):
             ),
             uri=settings.LIBVIRT_URI,
         )
+        open_device()
         allow_other()
         verb = "registered" if is_new else "brought up to date"
         self.stdout.write(
