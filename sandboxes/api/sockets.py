@@ -143,10 +143,15 @@ class _Conversation:
         for kind, decoder in self._decoders.items():
             await self._send_text(kind, decoder.end())
         body = contexts.body_of(event.get("context") or {})
-        done = {"type": "done", "state": body["state"]}
+        done: dict[str, Any] = {"type": "done", "state": body["state"]}
         for name in ("exit_code", "timed_out", "reason"):
             if name in body:
                 done[name] = body[name]
+        # What the context wrote before we came, and was no longer kept.
+        opening = self._stream.opening.get("context")
+        dropped_bytes = opening.get("dropped_bytes") if isinstance(opening, dict) else 0
+        if isinstance(dropped_bytes, int) and dropped_bytes > 0:
+            done |= {"truncated": True, "dropped_bytes": dropped_bytes}
         await self._say(done)
         return True
 

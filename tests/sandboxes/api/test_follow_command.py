@@ -105,7 +105,9 @@ def test_a_megabyte_pasted_into_a_terminal_arrives_whole(
 
 
 def test_a_large_output_comes_in_messages_that_the_sdk_takes(box: sandbox0.Sandbox) -> None:
-    stream = box.cmd_stream("x", sh("head -c 3000000 /dev/zero"))
+    # It waits for us: what is written before anybody reads is kept for one megabyte only.
+    stream = box.cmd_stream("x", sh("read line; head -c 3000000 /dev/zero"))
+    stream.send_input("go\n")
 
     received = [one.data for one in stream.iter_outputs()]
 
