@@ -69,7 +69,8 @@ class Person:
             found = driver.find_elements(By.CSS_SELECTOR, selector)
             return next((element for element in found if element.is_displayed()), None)
 
-        return self.wait(shown, selector, wait_s)
+        found: WebElement = self.wait(shown, selector, wait_s)
+        return found
 
     def click(self, selector: str) -> None:
         self.find(selector).click()

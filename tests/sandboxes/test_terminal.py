@@ -72,7 +72,7 @@ class Page:
 
     def __init__(self, browser: Client | None, path: str) -> None:
         cookie = browser.cookies["sessionid"].value if browser else ""
-        application: Any = SessionMiddlewareStack(URLRouter(list(websocket_urlpatterns)))
+        application: Any = SessionMiddlewareStack(URLRouter([*websocket_urlpatterns]))  # type: ignore[list-item]
         path, _, query = path.partition("?")
         scope = {
             "type": "websocket",
@@ -81,7 +81,7 @@ class Page:
             "headers": [(b"cookie", f"sessionid={cookie}".encode())],
             "subprotocols": [],
         }
-        self.socket: Any = ApplicationCommunicator(application, scope)
+        self.socket: Any = ApplicationCommunicator(application, scope)  # type: ignore[no-untyped-call]
         self.said: list[dict[str, Any]] = []
         self.output = b""
         self.on_way_bytes = 0

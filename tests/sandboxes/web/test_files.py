@@ -37,6 +37,7 @@ ODD_NAMES = [
 
 @pytest.fixture
 def asleep(
+    url: str,  # noqa: F811  (first: the server outlives the guest that it is connected to)
     make_sandbox: Callable[..., Sandbox],  # noqa: F811
     gated_host: Host,  # noqa: F811
     guest: LocalGuest,  # noqa: F811
