@@ -14,6 +14,8 @@ class NoCapacity(Unavailable):
         self.memory_bytes = memory_bytes
 
     def __str__(self) -> str:
+        if not self.memory_bytes:
+            return "No host is available right now."
         return f"No host can promise {self.memory_bytes} bytes of memory right now."
 
 

@@ -53,6 +53,7 @@ class TemplateNotFound(Refused):
 class TemplateNotReady(Refused):
     code = "template_not_ready"
     status = 409
+    retry_after_s = 1
 
     def __init__(self, template_id: str) -> None:
         super().__init__(template_id)
@@ -94,6 +95,7 @@ class NotRunning(Unavailable):
 
 class WakingUp(Unavailable):
     code = "unavailable"
+    retry_after_s = 1
 
     def __str__(self) -> str:
         return "The sandbox is waking up. Try again in a moment."

@@ -257,6 +257,6 @@ LOGGING = {
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
     "handlers": {"console": {"class": "logging.StreamHandler", "formatter": "line"}},
     "root": {"handlers": ["console"], "level": env.text("LOG_LEVEL", "INFO")},
-    "loggers": {"asyncssh": {"level": "WARNING"}},
+    "loggers": {"asyncssh": {"level": "WARNING"}, "httpx": {"level": "WARNING"}},
 }
 MAIL_FILE = Path(env.text("MAIL_FILE", str(STATE_DIR / "log" / "mail.log")))

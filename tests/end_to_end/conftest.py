@@ -74,8 +74,10 @@ def platform() -> Platform:
 
 
 @pytest.fixture
-def client(platform: Platform) -> Client:
-    return platform.client()
+def client(platform: Platform) -> Iterator[Client]:
+    client = platform.client()
+    yield client
+    client.close()
 
 
 @pytest.fixture

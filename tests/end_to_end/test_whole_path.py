@@ -57,9 +57,11 @@ def test_every_cycle_of_pause_and_resume_builds_on_the_last(
         assert details(http, sandbox)["runtime_generation"] == cycle + 2
 
 
-def test_a_whole_life(client: Client, http: httpx.Client, sandbox: Sandbox) -> None:
+def test_a_whole_life(
+    platform: Platform, client: Client, http: httpx.Client, sandbox: Sandbox
+) -> None:
     """Install something, sleep, edit a file asleep, wake, find it, see what it cost."""
-    sandbox.write_file("/usr/local/bin/greet", b"#!/bin/sh\necho hello from $1\n")
+    sandbox.write_file("/usr/local/bin/greet", b"#!/bin/sh\necho hello from $*\n")
     sandbox.cmd("chmod +x /usr/local/bin/greet")
     sandbox.write_file("/etc/greeting", b"awake\n")
     sandbox.cmd("sh -c 'echo volatile > /tmp/gone; ln -s /etc/passwd /root/link'")
@@ -87,6 +89,7 @@ def test_a_whole_life(client: Client, http: httpx.Client, sandbox: Sandbox) -> N
     assert still["status"] == "paused"
     assert Decimal(str(still["cost_usd"])) == bill
 
+    platform.empty_cache()
     resume(client, sandbox)
     done = sandbox.cmd("sh -c 'greet $(cat /etc/greeting); cat /srv/a/b/two; ls /tmp'")
     assert done.stdout == "hello from edited asleep\n1"
