@@ -89,7 +89,25 @@ def end_daemon(pidfile: Path, *, grace_s: float) -> None:
                     _end(descriptor, grace_s)
             finally:
                 os.close(descriptor)
+    else:
+        _await_death(pidfile)
     pidfile.unlink(missing_ok=True)
+
+
+def _await_death(pidfile: Path) -> None:
+    """Wait for a daemon that is dying: it loses its command line before its files.
+
+    Until then it still holds their locks, and writes to them may be under way.
+    """
+    with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+        pid = int(pidfile.read_text())
+        if Path(f"/proc/{pid}/cmdline").read_bytes():
+            return  # another process that was given the number
+        descriptor = os.pidfd_open(pid)
+        try:
+            await_end(descriptor, ENDED_TIMEOUT_S)
+        finally:
+            os.close(descriptor)
 
 
 def _end(descriptor: int, grace_s: float) -> None:

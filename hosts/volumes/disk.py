@@ -6,6 +6,7 @@ import pwd
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
@@ -28,6 +29,9 @@ MAX_CHAIN = 8
 Publish = Callable[[Commit], None]
 """Moves the head. It may be called again with the root that is the head already (the
 process died just after), and must then succeed."""
+
+AroundCut = Callable[[], AbstractContextManager[None]]
+"""Holds the disk's writer still for as long as a cut takes."""
 
 
 @dataclass(frozen=True)
@@ -206,29 +210,38 @@ class Disk:
 
     # -- committing -----------------------------------------------------------------------
 
-    def checkpoint(self, publish: Publish) -> Commit | None:
+    def checkpoint(self, publish: Publish, around_cut: AroundCut) -> Commit | None:
         state = self._require()
         commit: Commit | None = None
         with self.daemon.connect() as qmp:
             self._reconcile(qmp)
             while True:
-                more = self._has_written(qmp)
-                if more and len(state.overlays) < MAX_CHAIN:
-                    self._rotate(qmp)
-                    more = False
+                can_cut = len(state.overlays) < MAX_CHAIN
+                if can_cut:
+                    with around_cut():
+                        self._cut(qmp)
                 if len(state.overlays) == 1:
                     return commit
                 commit = self._write_out(len(state.overlays) - 1, publish) or commit
                 reach("drop.recorded")
                 self._reconcile(qmp)
                 reach("drop.done")
-                if not more:
+                if can_cut:
                     return commit
+
+    def _cut(self, qmp: Qmp) -> None:
+        """Freeze what was written until now under a new overlay, if there is anything."""
+        if self._has_written(qmp):
+            self._rotate(qmp)
 
     def _has_written(self, qmp: Qmp) -> bool:
         """Tell whether the active overlay can hold anything at all."""
         state = self._require()
-        return self.daemon.has_written(qmp, state) or self._has_clusters(state.active)
+        if self.daemon.has_written(qmp, state):
+            return True
+        # A discard may be in the daemon's memory alone.
+        self.daemon.flush(qmp, state)
+        return self._has_clusters(state.active)
 
     def _has_clusters(self, number: int) -> bool:
         path = self.daemon.overlay_path(number)
@@ -288,7 +301,7 @@ class Disk:
         state = self._require()
         if state.overlays and self.daemon.is_running():
             with self.daemon.connect() as qmp:
-                if self.daemon.has_written(qmp, state):
+                if self._has_written(qmp):
                     return True
         return any(self._has_clusters(number) for number in state.overlays)
 

@@ -18,20 +18,28 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 from uuid import UUID
 
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit
-from hosts.volumes.disk import AttachedDisk, Disk, DisksConfig, Publish
+from hosts.volumes.disk import AroundCut, AttachedDisk, Disk, DisksConfig, Publish
 from hosts.volumes.errors import DiskBusy
 from hosts.volumes.exports import FetchCounter, Fetched
 from hosts.volumes.storage_daemon import EXPORT_NAME
 from hosts.volumes.store import S3ObjectStore
 
-__all__ = ["EXPORT_NAME", "AttachedDisk", "DiskHealth", "Disks", "DisksConfig", "Publish"]
+__all__ = [
+    "EXPORT_NAME",
+    "AroundCut",
+    "AttachedDisk",
+    "DiskHealth",
+    "Disks",
+    "DisksConfig",
+    "Publish",
+]
 
 LOCK_TIMEOUT_S = 300
 """How long to wait for another worker that has the disk; an upload may be under way."""
@@ -89,22 +97,28 @@ class Disks:
             return DiskHealth.ABSENT
         return DiskHealth.ATTACHED if disk.is_served() else DiskHealth.DEAD
 
-    def checkpoint(self, volume_id: UUID, publish: Publish) -> Commit | None:
+    def checkpoint(
+        self, volume_id: UUID, publish: Publish, *, around_cut: AroundCut = nullcontext
+    ) -> Commit | None:
         """Commit what a running disk has written until now; its writer is not stopped.
 
         Rotate to a new overlay, upload the frozen one, publish, drop it. Whatever fails,
         the writes are kept and the next call goes on from there. (When earlier ones have
         left too many overlays behind, `publish` is called twice, for them first.)
 
-        Returns: the last commit, None when nothing changed. Discards that the guest has
-            not flushed may wait for the next one.
+        Args:
+            around_cut: entered before it is looked whether anything was written, and left
+                as soon as writes go to the new overlay, before anything is uploaded. What
+                the writer did until it was held still is in the commit.
+
+        Returns: the last commit, None when nothing changed.
 
         Raises:
             NotAttached: there is no such disk here, or its storage daemon is gone.
             StoreUnavailable, DaemonFailed, DiskBusy: call again.
         """
         with self._held(volume_id) as disk:
-            return disk.checkpoint(publish)
+            return disk.checkpoint(publish, around_cut)
 
     def commit(self, volume_id: UUID, publish: Publish) -> Commit | None:
         """Commit a disk that nobody uses any more; it is not served afterwards.

@@ -63,6 +63,7 @@ class StorageDaemon:
         Nodes come first on its command line: the lock of an overlay in use then ends a
         second daemon before it takes the sockets of the first.
         """
+        self.stop()  # one that was killed may still hold those locks
         nodes = [self._base_options(state, export_socket)]
         below = f"base-{state.base}"
         for number in state.overlays:
@@ -136,6 +137,14 @@ class StorageDaemon:
                 return bool(stats["stats"]["wr_highest_offset"])
         return False
 
+    def flush(self, qmp: Qmp, state: DiskState) -> None:
+        """Have the active overlay's tables written to its file.
+
+        There is no command for that; a reopen begins with it, and here changes nothing.
+        """
+        options = _overlay_options(state.active, self._below(state))
+        qmp.execute("blockdev-reopen", options=[options])
+
     def show_file(self, qmp: Qmp, state: DiskState, mountpoint: Path) -> None:
         """Export by FUSE instead of NBD: one node takes one writer.
 
@@ -161,6 +170,11 @@ class StorageDaemon:
 
     def shows_file(self, qmp: Qmp) -> bool:
         return _FUSE in _exports(qmp)
+
+    def _below(self, state: DiskState) -> str:
+        """Name the node under the active overlay."""
+        lower = state.overlays[:-1]
+        return f"overlay-{lower[-1]}" if lower else f"base-{state.base}"
 
     def _base_options(self, state: DiskState, export_socket: Path) -> dict[str, Any]:
         return {

@@ -1,6 +1,7 @@
 """A host with real daemons on a real store, in folders with short names."""
 
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -42,7 +43,8 @@ class Host:
         )
         self.disks = Disks(self.config)
         self.store = S3ObjectStore(store)
-        self.expected = bytearray(DEVICE_BYTES)
+        # Anonymous memory: what is never written is zeros and takes none.
+        self.expected = mmap.mmap(-1, DEVICE_BYTES)
         self._touched = set(range(0, DEVICE_BYTES // MiB, 97)) | set(range(IMAGE_BYTES // MiB))
 
     @property

@@ -5,6 +5,9 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -63,6 +66,90 @@ def test_a_resume_fetches_only_what_is_read(host: Host) -> None:
         assert fetched.bytes < MiB
         guest.read(4096, 4096)
         assert host.disks.fetched(host.volume_id) == fetched
+
+
+@contextmanager
+def noted(host: Host, notes: list[object]) -> Iterator[None]:
+    """Note how many overlays there are when a cut begins and when it has ended."""
+    notes.append(("held", len(host.overlay_files())))
+    try:
+        yield
+    finally:
+        notes.append(("let go", len(host.overlay_files())))
+
+
+def test_a_cut_is_made_while_the_writer_is_held_and_uploads_after(host: Host) -> None:
+    host.import_base()
+    notes: list[object] = []
+
+    def publish(commit: Commit) -> None:
+        notes.append("published")
+        host.publish(commit)
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        with noted(host, notes):
+            # The last that a guest writes on its way to being still.
+            host.write(guest, 60 * MiB, b"last words")
+            yield
+        assert not any(host.store.keys(f"packs/{host.volume_id.hex}/"))
+
+    with host.attach() as guest:
+        commit = host.disks.checkpoint(host.volume_id, publish, around_cut=held)
+        assert commit is not None
+        assert commit.blocks_changed == 1
+        assert notes == [("held", 1), ("let go", 2), "published"]
+        assert host.disks.commit(host.volume_id, host.publish) is None
+
+
+def test_a_writer_is_let_go_whatever_happens(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.import_base()
+    notes: list[object] = []
+    around_cut = partial(noted, host, notes)
+    with host.attach() as guest:
+        assert (
+            host.disks.checkpoint(host.volume_id, host.publish, around_cut=around_cut) is None
+        )
+        assert notes == [("held", 1), ("let go", 1)]
+
+        notes.clear()
+        host.write(guest, 0, b"written")
+        monkeypatch.setenv(VARIABLE, "rotate.added=fail")
+        with pytest.raises(StoreUnavailable):
+            host.disks.checkpoint(host.volume_id, host.publish, around_cut=around_cut)
+        assert notes == [("held", 1), ("let go", 2)]
+        monkeypatch.delenv(VARIABLE)
+        assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+        host.check(guest)
+
+
+def test_a_writer_that_cannot_be_held_is_not_cut(host: Host) -> None:
+    host.import_base()
+
+    @contextmanager
+    def mute() -> Iterator[None]:
+        raise TimeoutError
+        yield
+
+    with host.attach() as guest:
+        host.write(guest, 0, b"written")
+        with pytest.raises(TimeoutError):
+            host.disks.checkpoint(host.volume_id, host.publish, around_cut=mute)
+        assert len(host.overlay_files()) == 1
+        assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+
+
+def test_a_discard_that_nobody_flushed_is_in_the_cut(host: Host) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        guest.trim(0, MiB)
+        host.expect(0, bytes(MiB))
+        commit = host.disks.checkpoint(host.volume_id, host.publish)
+        assert commit is not None
+        assert commit.blocks_changed == 16
+        host.check(guest)
 
 
 def test_a_cluster_written_with_what_was_there_costs_nothing(host: Host) -> None:
