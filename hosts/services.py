@@ -54,8 +54,10 @@ def place(*, guest_uuid: UUID, memory_bytes: int, prefer: Host | None = None) ->
 
 
 def _free_address(host: Host) -> str | None:
-    """Return a free address after the one given last, so that one just given back rests:
-    neighbours and connection tables remember it for a while."""
+    """Return a free address after the one given last, so that one just given back rests.
+
+    Neighbours and connection tables remember it for a while.
+    """
     guests = addresses(IPv4Network(host.subnet))
     placements = host.placements.order_by("-created_at").values_list("address", flat=True)
     taken = set(placements)

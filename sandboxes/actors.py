@@ -18,7 +18,6 @@ from hosts.errors import GuestBusy
 from sandboxes import operations
 from sandboxes.watch import Watcher
 
-
 HostActor = dramatiq.Actor[Any, Any]
 
 # Longer than any boot or upload that still makes progress; both have time-outs of their own.

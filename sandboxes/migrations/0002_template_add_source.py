@@ -4,15 +4,14 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-
     dependencies = [
-        ('sandboxes', '0001_initial'),
+        ("sandboxes", "0001_initial"),
     ]
 
     operations = [
         migrations.AddField(
-            model_name='template',
-            name='source',
+            model_name="template",
+            name="source",
             field=models.CharField(blank=True, editable=False, max_length=200),
         ),
     ]

@@ -13,10 +13,10 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from hosts.guest.channel import AgentSilent, AgentState
 
 from hosts import local
 from hosts.errors import GuestBusy
+from hosts.guest.channel import AgentSilent, AgentState
 from hosts.hypervisor import HypervisorConfig
 from hosts.volumes.commit import Commit
 from hosts.volumes.disks import AttachedDisk, DiskHealth

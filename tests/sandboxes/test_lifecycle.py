@@ -5,13 +5,13 @@ from datetime import timedelta
 
 import pytest
 from django.utils import timezone
-from hosts.guest.channel import AgentSilent
 
 from accounts.models import Team
 from billing.costs import cost_of
 from billing.models import MeterInterval
 from common.units import GiB
 from hosts.errors import GuestBusy, NoCapacity
+from hosts.guest.channel import AgentSilent
 from hosts.hypervisor import GuestState
 from hosts.models import Host, Placement, Volume
 from hosts.volumes.errors import StoreUnavailable

@@ -1,5 +1,4 @@
-"""`manage.py register_host`: makes this machine known as a host, or brings its row up to
-date."""
+"""`manage.py register_host`: makes this machine known as a host, or updates its row."""
 
 import os
 from ipaddress import IPv4Network
