@@ -18,7 +18,7 @@ from sandboxes.templatetags.console import ago, duration, exact_money, money, si
         (512 * MiB, "512 MiB"),
         (3 * GiB // 2, "1.5 GiB"),
         (2**60, "1024 PiB"),
-        (None, "–"),  # noqa: RUF001
+        (None, "–"),
     ],
 )
 def test_sizes_are_in_binary_units(count: int | None, text: str) -> None:
