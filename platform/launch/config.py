@@ -53,6 +53,8 @@ PLAIN_DEFAULTS = {
     "DISK_USER": "sandkeep-disk",
     "GATE_HOST": "127.0.0.1",
     "HOST_NAME": "local",
+    # "off" is for tests: PostgreSQL then trusts that no power cut comes.
+    "POSTGRES_DURABLE": "on",
     "REGION_ID": "local",
     "S3_BUCKET": "sandkeep",
     "S3_PREFIX": "",
@@ -170,7 +172,8 @@ def load(given: Mapping[str, str], *, checkout: Path = CHECKOUT) -> Config:
     values = read_env(state_dir / "env")
     if "OWN_SERVICES" not in values:
         raise LaunchFailed("Nothing was ever started here: run bin/up first.")
-    return Config(checkout, state_dir, values)
+    # An older version may have written it, without what has a default now.
+    return Config(checkout, state_dir, {**PLAIN_DEFAULTS, **values})
 
 
 def prepare_folders(config: Config) -> Person:

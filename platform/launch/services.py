@@ -29,6 +29,8 @@ from launch.progress import LaunchFailed
 # read what was stored earlier, so only reading an old object tells that it is ready.
 CANARY_KEY = "sandkeep-canary"
 
+DURABILITY = ("fsync", "full_page_writes", "synchronous_commit")
+
 
 @dataclass(frozen=True)
 class Service:
@@ -67,6 +69,7 @@ def postgres(config: Config, who: Person) -> Service:
         # Sixteen worker threads, a pool for each web process, the scheduler, and tests.
         "max_connections": "200",
         "log_line_prefix": "%m [%p] ",
+        **dict.fromkeys(DURABILITY, config.env["POSTGRES_DURABLE"]),
     }
     arguments = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
     return Service(

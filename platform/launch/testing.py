@@ -1,15 +1,22 @@
 """`bin/test`: run the tests beside real servers and a whole platform, and leave nothing.
 
+In two phases: the ordinary tests side by side, each worker with its own databases; then, one
+after another, those that boot guests or drive a browser, on a platform that is up.
+
 Two sets of names are made afresh for each run, under var/test: one for the platform that the
 end-to-end tests use from outside, one for what tests start themselves. They share the
 servers, apart in database, Redis number and object prefix, and with var/ the guest images.
 """
 
+import argparse
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,29 +24,66 @@ from launch.config import CHECKOUT, Config, configure, load, prepare_folders
 from launch.guests import leave_no_guest
 from launch.progress import LaunchFailed, say, step
 from launch.stack import Stack, stop_leftovers
+from launch.stopping import StopRequest
 
 # Away from the usual ports, which a platform of this checkout may hold.
 PORT_BASE = "23000"
 NEEDS_PLATFORM = "guest or browser"
-# pytest's exit code for "no test was collected".
+# pytest's exit codes for "interrupted" and for "no test was collected".
 # Source: https://docs.pytest.org/en/stable/reference/exit-codes.html
-NO_TESTS = 5
+INTERRUPTED, NO_TESTS = 2, 5
 COLLECT_TIMEOUT_S = 300.0
+# How long pytest may take to end its fixtures when it is interrupted.
+TEARDOWN_TIMEOUT_S = 90.0
+# A few tests are done before workers and their databases are there.
+WORTH_SHARING = 60
+WORKERS = 2
+# A cluster that is thrown away need not survive a power cut.
+CHEAP = {"POSTGRES_DURABLE": "off"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the caller asked for."""
+
+    arguments: Sequence[str]
+    """pytest's, but for the marks."""
+    marks: str
+    """pytest's `-m`; empty for all."""
+    quick: bool
+
+    def marked(self, also: str) -> list[str]:
+        """Return pytest's arguments that narrow the choice of the caller's marks."""
+        return ["-m", f"({self.marks}) and ({also})" if self.marks else also]
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; return pytest's exit code, or 1 if it could not be run."""
-    quick = "--quick" in arguments
-    arguments = [argument for argument in arguments if argument != "--quick"]
-    if quick:
-        arguments += ["-m", f"not ({NEEDS_PLATFORM})"]
+    wanted = parse(arguments)
     folder = CHECKOUT / "var/test"
     try:
         platform, own = _configure(folder)
-        return _run(platform, own, arguments, quick=quick)
+        return _run(platform, own, wanted)
     except LaunchFailed as error:
         say(f"\n{error}")
         return 1
+
+
+def parse(arguments: Sequence[str]) -> Wanted:
+    """Take out of pytest's arguments what decides on the two phases."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("-m", dest="marks", default="")
+    known, others = parser.parse_known_args(arguments)
+    return Wanted(others, known.marks, known.quick)
+
+
+def worst(codes: Sequence[int]) -> int:
+    """Return a failed phase's exit code; that of "no tests" only if no phase had any."""
+    failed = [code for code in codes if code not in {0, NO_TESTS}]
+    if failed:
+        return failed[0]
+    return 0 if 0 in codes else NO_TESTS
 
 
 def _configure(folder: Path) -> tuple[Config, Config]:
@@ -48,6 +92,7 @@ def _configure(folder: Path) -> tuple[Config, Config]:
     images = os.environ.get("IMAGES_DIR") or str(CHECKOUT / "var/images")
     given = {name: os.environ[name] for name in ("SANDKEEP_USER",) if name in os.environ}
     given |= {"PORT_BASE": os.environ.get("PORT_BASE", PORT_BASE), "IMAGES_DIR": images}
+    given |= CHEAP
     platform = configure(given, state_dir=folder / "platform")
     shared = ("DATABASE_URL", "S3_ENDPOINT_URL", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY")
     given |= {name: platform.env[name] for name in shared}
@@ -74,18 +119,23 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _run(platform: Config, own: Config, arguments: list[str], *, quick: bool) -> int:
-    # A Ctrl-C reaches pytest as well, which ends by itself; then we clean up.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stack = Stack(platform, prepare_folders(platform))
+def _run(platform: Config, own: Config, wanted: Wanted) -> int:
+    stop = StopRequest()
+    stack = Stack(platform, prepare_folders(platform), interrupted=stop.is_set)
     prepare_folders(own)
     environment = own.environment() | {"DJANGO_SETTINGS_MODULE": "tests.settings"}
     try:
         stack.start_services()
-        if not quick and _needs_platform(platform, environment, arguments):
+        stack.start_libvirt()
+        found = _collect(platform, environment, wanted)
+        codes = [_ordinary(platform, environment, wanted, found["ordinary"], stop)]
+        if found["platform"] and not wanted.quick and INTERRUPTED not in codes:
             stack.start_rest()
             environment |= _platform_variables(stack)
-        return _pytest(platform, environment, arguments)
+            say("\n── Tests on the running platform, with guests and a browser")
+            arguments = [*wanted.arguments, *wanted.marked(NEEDS_PLATFORM)]
+            codes.append(_pytest(platform, environment, arguments, stop))
+        return worst(codes)
     finally:
         say()
         leave_no_guest(own)
@@ -94,22 +144,43 @@ def _run(platform: Config, own: Config, arguments: list[str], *, quick: bool) ->
             shutil.rmtree(config.run_dir, ignore_errors=True)
 
 
-def _needs_platform(config: Config, environment: dict[str, str], arguments: list[str]) -> bool:
-    """Tell whether any chosen test uses the platform: starting it takes a while."""
+def _collect(config: Config, environment: Mapping[str, str], wanted: Wanted) -> dict[str, int]:
+    """Count the chosen tests of each phase, and so learn whether a platform is needed."""
+    counts = config.state_dir / "collected.json"
+    command = [config.python, "-m", "pytest", "-p", "tests.counting", "--collect-only", "-q"]
+    command += [*wanted.arguments, *(("-m", wanted.marks) if wanted.marks else ())]
     with step("Collecting tests"):
-        answer = subprocess.run(
-            [
-                *(config.python, "-m", "pytest", "--collect-only", "-q"),
-                *(*arguments, "-m", NEEDS_PLATFORM),
-            ],
-            env=environment,
+        subprocess.run(
+            command,
+            env={**environment, "COUNTS_FILE": str(counts)},
             cwd=CHECKOUT,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=COLLECT_TIMEOUT_S,
             check=False,
         )
-    return answer.returncode != NO_TESTS
+    if not counts.exists():
+        # pytest stumbled over something; when it runs, it says over what.
+        return {"ordinary": 1, "platform": 0}
+    found: dict[str, int] = json.loads(counts.read_text())
+    say(f"  {found['ordinary']} ordinary, {found['platform']} on a platform")
+    return found
+
+
+def _ordinary(
+    config: Config,
+    environment: Mapping[str, str],
+    wanted: Wanted,
+    count: int,
+    stop: StopRequest,
+) -> int:
+    """Run the tests that need no platform."""
+    if not count:
+        return NO_TESTS
+    say("\n── Tests that need no platform")
+    shared = ["-n", str(WORKERS), "--dist", "loadfile"] if count >= WORTH_SHARING else []
+    arguments = [*shared, *wanted.arguments, *wanted.marked(f"not ({NEEDS_PLATFORM})")]
+    return _pytest(config, environment, arguments, stop)
 
 
 def _platform_variables(stack: Stack) -> dict[str, str]:
@@ -128,10 +199,26 @@ def _platform_variables(stack: Stack) -> dict[str, str]:
     }
 
 
-def _pytest(config: Config, environment: dict[str, str], arguments: list[str]) -> int:
-    say()
-    command = [config.python, "-m", "pytest", *arguments]
-    return subprocess.run(command, env=environment, cwd=CHECKOUT, check=False).returncode
+def _pytest(
+    config: Config, environment: Mapping[str, str], arguments: Sequence[str], stop: StopRequest
+) -> int:
+    """Run pytest in this terminal, and end it when we are asked to stop."""
+    command = [config.python, "-m", "pytest", "--durations=15", *arguments]
+    child = subprocess.Popen(command, env=environment, cwd=CHECKOUT)
+    while not stop.is_set():
+        try:
+            return child.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            continue
+    # A Ctrl-C has reached pytest too; a TERM came to us alone.
+    if stop.signal is not signal.SIGINT:
+        child.send_signal(signal.SIGINT)
+    try:
+        child.wait(TEARDOWN_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    return INTERRUPTED
 
 
 if __name__ == "__main__":

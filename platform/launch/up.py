@@ -8,21 +8,19 @@ import argparse
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from launch import processes
 from launch.config import CHECKOUT, configure, load, prepare_folders
 from launch.processes import PidFiles
 from launch.progress import LaunchFailed, say
 from launch.stack import Stack, stop_leftovers
+from launch.stopping import StopRequest
 
 SUPERVISOR = "supervisor"
 # The first start builds a kernel, a toolkit and a base image, on two slow cores.
@@ -88,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.fresh:
             _forget_all(state_dir)
         config = configure(os.environ)
-        stop = _stop_requested()
+        stop = StopRequest()
         stack = Stack(config, prepare_folders(config), interrupted=stop.is_set)
         own = processes.running(os.getpid())
         assert own is not None
@@ -114,18 +112,6 @@ def _start(stack: Stack, *, services_only: bool) -> None:
     else:
         stack.start()
         stack.greet()
-
-
-def _stop_requested() -> threading.Event:
-    """Return an event that a Ctrl-C or a TERM sets."""
-    stop = threading.Event()
-
-    def ask(_signal: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
-    return stop
 
 
 def _already_running(state_dir: Path) -> int:

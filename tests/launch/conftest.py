@@ -9,8 +9,9 @@ import pytest
 from launch.config import Config, configure, prepare_folders
 from launch.people import Person
 from launch.supervisor import Supervisor
+from tests.workers import WORKER
 
-PORT_BASE = "24500"
+PORT_BASE = str(24500 + 100 * WORKER)
 
 
 @pytest.fixture
