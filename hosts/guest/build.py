@@ -2,20 +2,27 @@
 
 Repeating it is cheap: an image is built again only when its recipe has changed, or with
 `--force`, which also fetches Debian's newest packages. Needs root, for the owners of files.
+A build runs in namespaces of its own, so that one that is killed takes along all that it
+started and mounted.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from hosts.guest.images import BASES, Builder, Progress, forget_packages
-from hosts.guest.packages import BuildFailed
+from hosts.guest.base import BASES
+from hosts.guest.images import Builder, Progress, forget_packages
+from hosts.guest.packages import BuildFailed, remove_leftovers
 
 ALL = ("kernel", "initramfs", "toolkit", "base")
+
+_ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,11 +31,23 @@ def main(arguments: list[str] | None = None) -> int:
     if os.geteuid() != 0:
         sys.stderr.write("Building images needs root.\n")
         return 1
+    if os.getpid() != 1:
+        arguments = sys.argv[1:] if arguments is None else arguments
+        command = [*_ALONE, sys.executable, "-m", "hosts.guest.build", *arguments]
+        os.execvp(command[0], command)  # noqa: S606
     parts = options.only.split(",") if options.only else ALL
     images: Path = options.images.absolute()
-    if options.force:
+    images.mkdir(parents=True, exist_ok=True)
+    with (images / ".build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build_all(images, parts, force=options.force)
+
+
+def _build_all(images: Path, parts: Sequence[str], *, force: bool) -> int:
+    remove_leftovers(images)
+    if force:
         forget_packages(images)
-    builder = Builder(images, progress=_progress(time.monotonic()), force=options.force)
+    builder = Builder(images, progress=_progress(time.monotonic()), force=force)
     try:
         for part in parts:
             _build(builder, part)

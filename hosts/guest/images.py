@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.units import GiB
+from hosts.guest import base as base_images
 from hosts.guest import layout
 from hosts.guest.packages import host_suite, only, scratch_folder, unpack
 
@@ -40,7 +40,8 @@ quarter of the boot under software emulation.
 
 _KERNEL_PACKAGE = "linux-image-cloud-amd64"
 _OURS = Path(__file__).parent
-_SOURCES = (
+_INITRAMFS_SOURCES = (_OURS / "layout.py", _OURS / "files/initramfs-init")
+_TOOLKIT_SOURCES = (
     _OURS / "layout.py",
     *sorted((_OURS / "files").iterdir()),
     *(_OURS / name for name in layout.AGENT_MODULES),
@@ -51,30 +52,7 @@ _TOOLKIT_PACKAGES = (
     "openssh-sftp-server", "python3-minimal",
 )  # fmt: skip
 
-_BASE_PACKAGES = (
-    "bash", "bash-completion", "bzip2", "ca-certificates", "curl", "file", "git", "iproute2",
-    "iputils-ping", "jq", "less", "nano", "openssh-client", "procps", "psmisc", "python3",
-    "python3-pip", "python3-venv", "rsync", "sudo", "tmux", "tree", "unzip", "vim-tiny", "wget",
-    "xz-utils", "zip", "zstd",
-)  # fmt: skip
-
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Base:
-    """A root file system to make templates from."""
-
-    packages: tuple[str, ...]
-    size_bytes: int = 4 * GiB
-
-
-BASES = {
-    "default": Base(_BASE_PACKAGES),
-    "dev": Base(
-        (*_BASE_PACKAGES, "build-essential", "gdb", "pkg-config", "python3-dev", "strace")
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -99,7 +77,9 @@ class Builder:
 
     def build_initramfs(self) -> Path:
         """Make `initrd.img` for the kernel that is there."""
-        with self._image(INITRAMFS, _digest(*_SOURCES) + self._kernel_stamp()) as made:
+        with self._image(
+            INITRAMFS, _digest(*_INITRAMFS_SOURCES) + self._kernel_stamp()
+        ) as made:
             if made:
                 with scratch_folder(self.folder) as scratch:
                     layout.initramfs(scratch, self._toolkit_tree(), self._kernel_tree())
@@ -108,7 +88,7 @@ class Builder:
 
     def build_toolkit(self) -> Path:
         """Make `toolkit.squashfs`, whose programs run in any Linux root file system."""
-        with self._image(TOOLKIT, _digest(*_SOURCES) + self._kernel_stamp()) as made:
+        with self._image(TOOLKIT, _digest(*_TOOLKIT_SOURCES) + self._kernel_stamp()) as made:
             if made:
                 with scratch_folder(self.folder) as scratch:
                     layout.toolkit(scratch, self._toolkit_tree(), self._kernel_tree())
@@ -118,17 +98,17 @@ class Builder:
 
     def build_base(self, name: str) -> Path:
         """Make `base-<name>.ext4`, a sparse file."""
-        base = BASES[name]
+        base = base_images.BASES[name]
         image = f"base-{name}.ext4"
-        with self._image(image, repr(base) + _digest(_OURS / "layout.py")) as made:
+        with self._image(image, base_images.recipe(base)) as made:
             if made:
-                with scratch_folder(self.folder) as scratch:
+                with scratch_folder(self.folder, in_memory=True) as scratch:
                     root = scratch / "root"
                     self.progress(f"installing {len(base.packages)} packages for {image}")
                     unpack(base.packages, root, variant="minbase", suite=self.suite)
-                    layout.settle_base(root)
+                    base_images.settle(root)
                     self.progress(f"writing {image}")
-                    layout.file_system(root, made, size_bytes=base.size_bytes)
+                    base_images.file_system(root, made, size_bytes=base.size_bytes)
         return self.folder / image
 
     @contextmanager

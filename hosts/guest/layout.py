@@ -35,9 +35,6 @@ _STDLIB_LEFT_OUT = (
 )  # fmt: skip
 _DYNLOAD = ("_json", "_queue", "_struct", "mmap", "resource", "termios")
 
-_JOURNAL_MIB = 16
-"""Small, since every journal block that was ever written is uploaded at the next pause."""
-
 
 def initramfs(tree: Path, programs: Path, kernel: Path) -> None:
     """Lay out the initramfs in the empty folder `tree`.
@@ -112,54 +109,6 @@ def squash(tree: Path, image: Path) -> None:
         *("mksquashfs", tree, image, "-comp", "lz4", "-b", "64K"),
         *("-all-root", "-noappend", "-no-progress", "-quiet"),
     )
-
-
-def settle_base(root: Path) -> None:
-    """Turn a fresh minbase tree into what a developer expects to log in to."""
-    for leftover in ("etc/hostname", "etc/apt/apt.conf.d/99mmdebstrap", "etc/machine-id"):
-        (root / leftover).unlink(missing_ok=True)
-    (root / "etc/machine-id").touch()
-    (root / "etc/hosts").write_text("127.0.0.1 localhost\n::1 localhost ip6-localhost\n")
-    # Written at every boot into memory, so that no address is ever part of a template.
-    resolv = root / "etc/resolv.conf"
-    resolv.unlink(missing_ok=True)
-    resolv.symlink_to("../run/sandkeep/resolv.conf")
-    (root / "etc/default/locale").write_text("LANG=C.UTF-8\n")
-    # Service starts fail cleanly where no init would take them.
-    policy = root / "usr/sbin/policy-rc.d"
-    policy.write_text("#!/bin/sh\nexit 101\n")
-    policy.chmod(0o755)
-    for name, signal in (("poweroff", "USR2"), ("reboot", "TERM"), ("halt", "USR1")):
-        program = root / "usr/sbin" / name
-        if not program.exists():
-            program.write_text(f"#!/bin/sh\nexec kill -{signal} 1\n")
-            program.chmod(0o755)
-    (root / "workspace").mkdir(exist_ok=True)
-    # Nothing that was only needed to install: it would be uploaded and fetched for ever.
-    for folder in ("var/cache/apt", "var/lib/apt/lists", "var/log"):
-        for path in (root / folder).rglob("*"):
-            if path.is_file():
-                path.unlink()
-
-
-def file_system(root: Path, image: Path, *, size_bytes: int) -> None:
-    """Write a folder as an ext4 file system into a new sparse file.
-
-    It can later grow in place far beyond its device: the resize inode keeps room for 1,024
-    times its size, after which the kernel goes on with meta block groups. Inode tables count
-    as initialised, since absent blocks read as zeros: the guest never has to write them.
-    """
-    with image.open("wb") as file:
-        file.truncate(size_bytes)
-    run(
-        *("mke2fs", "-q", "-F", "-t", "ext4", "-L", "sandkeep", "-m", "1", "-b", "4096"),
-        *("-O", "64bit,metadata_csum,dir_index,extent,flex_bg,resize_inode,^orphan_file"),
-        *("-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard,root_owner=0:0"),
-        *("-J", f"size={_JOURNAL_MIB}", "-e", "remount-ro", "-i", "16384"),
-        *("-d", root, image),
-    )
-    # mke2fs writes zeros where a hole says the same.
-    run("fallocate", "--dig-holes", image)
 
 
 def _boot_modules(kernel: Path) -> Iterator[Path]:

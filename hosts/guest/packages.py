@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from common.units import GiB, KiB
+
 _APT = Path("/etc/apt")
+_SCRATCH_PREFIX = ".scratch-"
+_PLENTY_BYTES = 6 * GiB
 
 
 class BuildFailed(Exception):
@@ -60,6 +63,7 @@ def unpack(packages: Iterable[str], target: Path, *, variant: str, suite: str) -
     run(
         *("mmdebstrap", f"--variant={variant}", "--mode=root", "--format=directory"),
         *(f"--aptopt={option}" for option in _proxy_options()),
+        "--dpkgopt=force-unsafe-io",  # a build that loses power is begun anew
         f"--include={','.join(packages)}",
         suite,
         target,
@@ -78,13 +82,57 @@ def _proxy_options() -> Iterator[str]:
 
 
 @contextmanager
-def scratch_folder(beside: Path) -> Iterator[Path]:
-    """A folder on the same file system as `beside`, so that results can be renamed."""
-    folder = Path(tempfile.mkdtemp(prefix=".scratch-", dir=beside))
+def scratch_folder(beside: Path, *, in_memory: bool = False) -> Iterator[Path]:
+    """A folder on the same file system as `beside`, so that results can be renamed.
+
+    Args:
+        in_memory: keep its contents in memory where there is plenty: dpkg waits for the
+            disk after each package, which is more than half of the time it takes.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=beside))
     try:
+        if in_memory and _available_bytes() >= _PLENTY_BYTES:
+            size = f"mode=755,size={_PLENTY_BYTES // 2}"
+            run("mount", "-t", "tmpfs", "-o", size, "scratch", folder)
         yield folder
     finally:
-        shutil.rmtree(folder)
+        _remove(folder)
+
+
+def remove_leftovers(beside: Path) -> None:
+    """Remove the scratch folders of builds that were killed; to be called while none runs."""
+    for folder in beside.glob(f"{_SCRATCH_PREFIX}*"):
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, after what a killed build may have left mounted in it.
+
+    Removing through a mount would empty the machine's own /dev or /proc, so what cannot be
+    unmounted stays.
+    """
+    while mounts := _mounts_in(folder):
+        run("umount", "--lazy", mounts[-1])
+    run("rm", "-rf", "--one-file-system", folder)
+
+
+def _mounts_in(folder: Path) -> list[str]:
+    """Where something is mounted in a folder or on it, the oldest first.
+
+    Source: https://docs.kernel.org/filesystems/proc.html, /proc/<pid>/mountinfo
+    """
+    inside = f"{folder.resolve()}/"
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
+    return [point for point in points if f"{point}/".startswith(inside)]
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * KiB
+    return 0
 
 
 def run(*command: str | Path, env: Mapping[str, str] | None = None) -> str:
