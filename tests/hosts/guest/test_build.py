@@ -18,6 +18,14 @@ def build(folder: Path, wanted: str) -> bool:
     return made is not None
 
 
+def fail(folder: Path) -> None:
+    """Run out of space half way through making an image."""
+    with Builder(folder, suite="test")._image("image", "new") as made:
+        assert made is not None
+        made.write_text("half")
+        raise OSError("full")
+
+
 def test_an_image_is_made_again_only_when_its_recipe_has_changed(tmp_path: Path) -> None:
     base = BASES["default"]
     larger = replace(base, size_bytes=2 * base.size_bytes)
@@ -31,13 +39,8 @@ def test_an_image_is_made_again_only_when_its_recipe_has_changed(tmp_path: Path)
 def test_an_image_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     build(tmp_path, "old")
 
-    with (
-        pytest.raises(OSError, match="full"),
-        Builder(tmp_path, suite="test")._image("image", "new") as made,
-    ):
-        assert made is not None
-        made.write_text("half")
-        raise OSError("full")
+    with pytest.raises(OSError, match="full"):
+        fail(tmp_path)
 
     assert (tmp_path / "image").read_text() == "old"
     assert not build(tmp_path, "old")
