@@ -1,0 +1,1 @@
+"""`bin/bench`: measures a running platform against what it is built on."""

@@ -1,0 +1,122 @@
+"""The same guest without us: QEMU alone boots the same images until its sshd answers.
+
+The same kernel, command line, initramfs, toolkit and base image, the same accelerator and
+memory. What is left out is what we add: placing, disk over object storage, network, libvirt.
+"""
+
+import json
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import asyncssh
+
+from hosts.domain_xml import CMDLINE, CMDLINE_EMULATED, CONFIG_NAME, TRANSLATION_CACHE_MIB
+from hosts.guest.images import INITRAMFS, KERNEL, TOOLKIT
+from hosts.guest.probe import known_accelerator
+from launch.progress import LaunchFailed
+
+BOOT_S = 600.0
+LOOK_S = 0.05
+BANNER = b"SSH-"
+
+
+@dataclass(frozen=True)
+class PlainMachine:
+    """What plain QEMU boots."""
+
+    images_dir: Path
+    memory_mib: int
+    base: str = "base-default.ext4"
+
+    def boot_s(self) -> float:
+        """Boot it once on a throw-away disk; return the seconds until sshd said its name.
+
+        Raises:
+            LaunchFailed: it never did.
+        """
+        with tempfile.TemporaryDirectory(prefix="sandkeep-bench-") as name:
+            folder = Path(name)
+            self._make_disk(folder)
+            port = _free_port()
+            (folder / "config.json").write_text(json.dumps(_identity()))
+            command = self._command(folder, port)
+            started = time.monotonic()
+            with subprocess.Popen(command, stdin=subprocess.DEVNULL) as machine:
+                try:
+                    await_banner(machine, port, until=started + BOOT_S)
+                    return time.monotonic() - started
+                finally:
+                    machine.kill()
+
+    def _make_disk(self, folder: Path) -> None:
+        base = str(self.images_dir / self.base)
+        create = ("qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", base)
+        subprocess.run([*create, str(folder / "disk.qcow2")], check=True, timeout=60)
+
+    def _command(self, folder: Path, port: int) -> list[str]:
+        images = self.images_dir
+        if known_accelerator(images) == "kvm":
+            accelerator, cpu, command_line = "kvm", "host", CMDLINE
+        else:
+            accelerator = f"tcg,tb-size={TRANSLATION_CACHE_MIB}"
+            cpu, command_line = "max,la57=off", CMDLINE_EMULATED
+        return [
+            *("qemu-system-x86_64", "-machine", "pc", "-accel", accelerator, "-cpu", cpu),
+            *("-m", str(self.memory_mib), "-smp", "1", "-nodefaults", "-no-user-config"),
+            *("-no-reboot", "-no-hpet", "-display", "none"),
+            *("-serial", f"file:{folder}/serial.log"),
+            *("-kernel", str(images / KERNEL), "-initrd", str(images / INITRAMFS)),
+            *("-append", command_line),
+            *("-drive", f"file={folder}/disk.qcow2,if=none,id=root,format=qcow2"),
+            *("-device", "virtio-blk-pci,drive=root"),
+            *("-drive", f"file={images / TOOLKIT},if=none,id=kit,format=raw,readonly=on"),
+            *("-device", "virtio-blk-pci,drive=kit"),
+            *("-netdev", f"user,id=net,hostfwd=tcp:127.0.0.1:{port}-:22"),
+            *("-device", "virtio-net-pci,netdev=net,romfile=", "-device", "virtio-rng-pci"),
+            *("-fw_cfg", f"name={CONFIG_NAME},file={folder}/config.json"),
+        ]
+
+
+def _identity() -> dict[str, object]:
+    """Return what the guest needs to be told for its sshd to start."""
+    return {
+        "hostname": "plain",
+        "address": "10.0.2.15/24",
+        "gateway": "10.0.2.2",
+        "ssh_host_key": asyncssh.generate_private_key("ssh-ed25519")
+        .export_private_key()
+        .decode(),
+        "authorized_keys": [],
+        "boot_unix_s": time.time(),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def await_banner(machine: "subprocess.Popen[bytes]", port: int, *, until: float) -> None:
+    """Wait until a server on this port of the machine says that it speaks SSH.
+
+    Raises:
+        LaunchFailed: the machine ended, or it is later than `until` (monotonic).
+    """
+    while time.monotonic() < until:
+        if machine.poll() is not None:
+            raise LaunchFailed(f"Plain QEMU ended with {machine.returncode}.")
+        # QEMU itself takes the connection at once, and ends it while no one listens inside.
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=2.0) as tried:
+                if tried.recv(64).startswith(BANNER):
+                    return
+        except OSError:
+            pass
+        time.sleep(LOOK_S)
+    raise LaunchFailed(f"Plain QEMU did not get to sshd within {BOOT_S:.0f} s.")
