@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Final
@@ -169,6 +170,15 @@ def _record_key_event(
         attributes={"name": key.name, "hint": key.hint},
         source_ip=source_ip,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doer:
+    """Who does something: a person, or a program with a key; neither is the platform."""
+
+    user: User | None = None
+    api_key: ApiKey | None = None
+    source_ip: str | None = None
 
 
 def record_event(

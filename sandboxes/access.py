@@ -31,8 +31,6 @@ from sandboxes.errors import FilesLost, Gone, NotRunning, ResumeFailed, WakingUp
 from sandboxes.events import Changes, watching
 from sandboxes.models import Sandbox
 
-WAIT_S = 60.0
-
 # Hints may be lost, so a waiter also looks by itself now and then.
 LOOK_AGAIN_S = 2.0
 
@@ -136,7 +134,7 @@ async def _wait(
 ) -> T:
     """Take the step at each change of the sandbox, until it returns something."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + WAIT_S
+    until = loop.time() + settings.WAKE_TIMEOUT_S
     async with watching(sandbox_id) as changes:
         while True:
             sandbox = await run_db(find_sandbox, sandbox_id, team)

@@ -23,12 +23,9 @@ HostActor = dramatiq.Actor[Any, Any]
 # Longer than any boot or upload that still makes progress; both have time-outs of their own.
 TIME_LIMIT_MS = 60 * MINUTE * 1000
 # A customer waits: try again soon, and never so seldom that a cured fault goes unnoticed.
-RETRY: dict[str, Any] = {"max_retries": None, "min_backoff": 500, "max_backoff": 15_000}
+RETRY: dict[str, Any] = {"max_retries": None, "min_backoff": 500, "max_backoff": 5_000}
 # A heartbeat that could not be taken in time is worth nothing; the next one is due.
 WATCH_MAX_AGE_MS = 6_000
-
-# What acts on a guest now is soon done, or looks at the row while it waits.
-BUSY_RETRY_MS = 500
 
 T = TypeVar("T")
 
@@ -45,7 +42,7 @@ def _alone(operation: Callable[[str], T], sandbox_id: str) -> T:
     try:
         return operation(sandbox_id)
     except GuestBusy as error:
-        raise Retry(str(error), delay=BUSY_RETRY_MS) from error
+        raise Retry(str(error)) from error
 
 
 @dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)

@@ -9,6 +9,7 @@ from django.db.models import F
 from django.utils import timezone
 
 from accounts.models import ApiKey, Team, User
+from accounts.services import Doer, record_event
 from hosts.errors import NoCapacity
 from hosts.models import Host, Volume
 from hosts.services import attach_volume, place
@@ -43,6 +44,7 @@ def claim_sandbox(
     env_vars: dict[str, str] | None = None,
     idempotency_key: str | None = None,
     body_digest: str = "",
+    source_ip: str | None = None,
 ) -> Sandbox:
     """Record a new sandbox of the team, with a place on a host, and queue its boot.
 
@@ -89,6 +91,8 @@ def claim_sandbox(
             ClaimRecord.objects.create(
                 team=team, key=idempotency_key, body_digest=body_digest, sandbox=sandbox
             )
+        by = Doer(user=sandbox.created_by, api_key=api_key, source_ip=source_ip)
+        _record(sandbox, "claim", by, template=sandbox.template_name)
         announce(sandbox)
         _send_to_host(actors.boot_sandbox, sandbox, placement.host)
     return sandbox
@@ -133,7 +137,10 @@ def _insert(sandbox: Sandbox) -> None:
 
 
 def pause_sandbox(
-    *, sandbox: Sandbox, reason: Sandbox.PauseReason = Sandbox.PauseReason.REQUEST
+    *,
+    sandbox: Sandbox,
+    reason: Sandbox.PauseReason = Sandbox.PauseReason.REQUEST,
+    by: Doer | None = None,
 ) -> Sandbox:
     """Stop billing the sandbox and queue its pause; pausing a paused one changes nothing.
 
@@ -150,11 +157,12 @@ def pause_sandbox(
         if sandbox.state != State.RUNNING:
             raise WrongState(sandbox.wire_status, State.PAUSED)
         lifecycle.begin_pause(sandbox, reason)
+        _record(sandbox, "pause", by, reason=str(reason))
         _send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
     return sandbox
 
 
-def resume_sandbox(*, sandbox: Sandbox) -> Sandbox:
+def resume_sandbox(*, sandbox: Sandbox, by: Doer | None = None) -> Sandbox:
     """Queue a paused sandbox's start; resuming one that runs or starts changes nothing.
 
     One that is on its way to sleep is woken as soon as it is there.
@@ -177,11 +185,12 @@ def resume_sandbox(*, sandbox: Sandbox) -> Sandbox:
         if sandbox.state != State.PAUSED:
             raise WrongState(sandbox.wire_status, State.RUNNING)
         lifecycle.begin_resume(sandbox)
+        _record(sandbox, "resume", by)
         _send_to_host(actors.boot_sandbox, sandbox, sandbox.host)
     return sandbox
 
 
-def delete_sandbox(*, sandbox: Sandbox) -> None:
+def delete_sandbox(*, sandbox: Sandbox, by: Doer | None = None) -> None:
     """Stop billing the sandbox and queue its end; nothing of it can be had back."""
     with transaction.atomic():
         sandbox = _locked(sandbox)
@@ -190,6 +199,7 @@ def delete_sandbox(*, sandbox: Sandbox) -> None:
         host = sandbox.host or sandbox.volume.attached_host
         if sandbox.state != State.TERMINATING:
             lifecycle.begin_termination(sandbox)
+            _record(sandbox, "delete", by)
         if host is None:
             # Asleep, on no host: there is nothing to take down.
             lifecycle.end_termination(sandbox)
@@ -203,6 +213,7 @@ def update_lifetime(
     ttl_s: int | None = None,
     hard_ttl_s: int | None = None,
     auto_resume: bool | None = None,
+    by: Doer | None = None,
 ) -> Sandbox:
     """Change how long the sandbox may run and live; what is None stays as it is.
 
@@ -239,6 +250,14 @@ def update_lifetime(
                 "updated_at",
             ]
         )
+        _record(
+            sandbox,
+            "update",
+            by,
+            ttl_s=sandbox.ttl_s,
+            hard_ttl_s=sandbox.hard_ttl_s,
+            auto_resume=sandbox.auto_resume,
+        )
         announce(sandbox)
     return sandbox
 
@@ -264,7 +283,7 @@ def refresh_sandbox(*, sandbox: Sandbox, duration_s: int | None = None) -> Sandb
     return sandbox
 
 
-def update_memory(*, sandbox: Sandbox, memory_bytes: int) -> Sandbox:
+def update_memory(*, sandbox: Sandbox, memory_bytes: int, by: Doer | None = None) -> Sandbox:
     """Give the sandbox another size of memory. A running one restarts on its files.
 
     Raises:
@@ -279,6 +298,7 @@ def update_memory(*, sandbox: Sandbox, memory_bytes: int) -> Sandbox:
             raise WrongState(sandbox.wire_status, "given another size of memory")
         sandbox.memory_bytes = memory_bytes
         sandbox.save(update_fields=["memory_bytes", "updated_at"])
+        _record(sandbox, "update", by, memory_bytes=memory_bytes)
         if sandbox.state == State.RUNNING:
             lifecycle.begin_pause(sandbox, Sandbox.PauseReason.MEMORY, then_resume=True)
             _send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
@@ -335,6 +355,21 @@ def _locked(sandbox: Sandbox) -> Sandbox:
         Sandbox.objects.select_for_update(of=("self",))
         .select_related("team", "host", "volume__attached_host", "volume__head")
         .get(pk=sandbox.pk)
+    )
+
+
+def _record(sandbox: Sandbox, act: str, by: Doer | None, **attributes: object) -> None:
+    """Write the team's audit trail; what nobody asked for, the platform did by itself."""
+    by = by or Doer()
+    record_event(
+        team=sandbox.team,
+        action=f"sandbox.{act}",
+        resource_type="sandbox",
+        resource_id=sandbox.id,
+        user=by.user,
+        api_key=by.api_key,
+        attributes=attributes,
+        source_ip=by.source_ip,
     )
 
 

@@ -22,6 +22,7 @@ from accounts.api.serializers import (
 from accounts.models import ApiKey, Team
 from accounts.permissions import ANY_MEMBER, PERMISSIONS
 from accounts.services import (
+    Doer,
     add_pending_uses,
     create_api_key,
     deactivate_api_key,
@@ -80,6 +81,15 @@ class TeamView(ApiView):
     @property
     def key(self) -> ApiKey:
         return self.holder.key
+
+    @property
+    def doer(self) -> Doer:
+        """The key as the one who does what this request asks for."""
+        return Doer(
+            user=self.holder.user,
+            api_key=self.key,
+            source_ip=self.request.META.get("REMOTE_ADDR"),
+        )
 
 
 class AsyncTeamView(AsyncApiView, TeamView):

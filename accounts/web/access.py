@@ -11,6 +11,7 @@ from django.http.response import HttpResponseBase
 
 from accounts.models import Membership, Team, User
 from accounts.permissions import may
+from accounts.services import Doer
 
 P = ParamSpec("P")
 
@@ -59,3 +60,8 @@ def permission_required(permission: str) -> Callable[[TeamPage[P]], Page[P]]:
         return team_required(cast("TeamPage[P]", checked))
 
     return decorate
+
+
+def doer(request: TeamRequest) -> Doer:
+    """Return the person as the one who does what the request asks for."""
+    return Doer(user=request.membership.user, source_ip=request.META.get("REMOTE_ADDR"))

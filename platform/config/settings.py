@@ -247,9 +247,8 @@ PLATFORM_PUBLIC_KEY = env.text("PLATFORM_PUBLIC_KEY", "")
 # Under software emulation a core does about a tenth of a real one's work, so a guest's
 # CPU quota is multiplied by this there.
 EMULATED_CPU_FACTOR = env.integer("EMULATED_CPU_FACTOR", 8)
-# A guest that is not ready by then will not be: seconds, generous for software emulation
-# on a machine that boots several at once.
-BOOT_TIMEOUT_S = env.integer("BOOT_TIMEOUT_S", 150)
+# How long a request that needs a guest waits for it to wake before it is told to come back.
+WAKE_TIMEOUT_S = env.integer("WAKE_TIMEOUT_S", 120)
 
 LOGGING = {
     "version": 1,

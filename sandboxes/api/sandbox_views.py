@@ -84,6 +84,7 @@ class SandboxList(TeamView):
             env_vars=config.get("env_vars"),
             idempotency_key=_idempotency_key(request),
             body_digest=_digest_of(request.data),
+            source_ip=self.doer.source_ip,
         )
         return ok(claim_body(sandbox), 201)
 
@@ -119,13 +120,16 @@ class SandboxDetail(TeamView):
         config = body.validated_data.get("config") or {}
         memory_bytes = config.get("resources", {}).get("memory")
         if memory_bytes is not None:
-            sandbox = services.update_memory(sandbox=sandbox, memory_bytes=memory_bytes)
+            sandbox = services.update_memory(
+                sandbox=sandbox, memory_bytes=memory_bytes, by=self.doer
+            )
         elif config:
             sandbox = services.update_lifetime(
                 sandbox=sandbox,
                 ttl_s=config.get("ttl"),
                 hard_ttl_s=config.get("hard_ttl"),
                 auto_resume=config.get("auto_resume"),
+                by=self.doer,
             )
         return _in_full(sandbox)
 
@@ -136,7 +140,7 @@ class SandboxDetail(TeamView):
         | schema.refusals(403, 404),
     )
     def delete(self, request: Request, sandbox_id: str) -> Response:
-        services.delete_sandbox(sandbox=find_sandbox(sandbox_id, self.team))
+        services.delete_sandbox(sandbox=find_sandbox(sandbox_id, self.team), by=self.doer)
         return ok({"message": "The sandbox is being deleted."}, 202)
 
 
@@ -172,7 +176,7 @@ class SandboxPause(TeamView):
     def post(self, request: Request, sandbox_id: str) -> Response:
         sandbox = find_sandbox(sandbox_id, self.team)
         ExecutionState(data=request.data).is_valid(raise_exception=True)
-        sandbox = services.pause_sandbox(sandbox=sandbox)
+        sandbox = services.pause_sandbox(sandbox=sandbox, by=self.doer)
         body = {
             "sandbox_id": sandbox.id,
             "paused": sandbox.is_paused,
@@ -195,7 +199,7 @@ class SandboxResume(TeamView):
     def post(self, request: Request, sandbox_id: str) -> Response:
         sandbox = find_sandbox(sandbox_id, self.team)
         ExecutionState(data=request.data).is_valid(raise_exception=True)
-        sandbox = services.resume_sandbox(sandbox=sandbox)
+        sandbox = services.resume_sandbox(sandbox=sandbox, by=self.doer)
         return ok(
             {
                 "sandbox_id": sandbox.id,

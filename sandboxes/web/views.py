@@ -6,7 +6,7 @@ from django.utils import timezone
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
 
 from accounts.permissions import may
-from accounts.web.access import TeamRequest, permission_required
+from accounts.web.access import TeamRequest, doer, permission_required
 from common.errors import DomainError
 from sandboxes import services
 from sandboxes.models import Sandbox, Template
@@ -96,7 +96,10 @@ def sandbox_claim(request: TeamRequest) -> HttpResponse:
         return _claim_form(request, form)
     try:
         sandbox = services.claim_sandbox(
-            team=request.team, user=request.membership.user, **form.cleaned_data
+            team=request.team,
+            user=request.membership.user,
+            source_ip=doer(request).source_ip,
+            **form.cleaned_data,
         )
     except DomainError as error:
         form.add_error(None, str(error))
@@ -165,7 +168,7 @@ def sandbox_settings(request: TeamRequest, sandbox_id: str) -> HttpResponse:
     form = LifetimeForm(request.POST)
     if form.is_valid():
         try:
-            services.update_lifetime(sandbox=sandbox, **form.cleaned_data)
+            services.update_lifetime(sandbox=sandbox, by=doer(request), **form.cleaned_data)
         except DomainError as error:
             form.add_error(None, str(error))
     return _settings(request, sandbox, lifetime=form)
@@ -180,7 +183,9 @@ def sandbox_memory(request: TeamRequest, sandbox_id: str) -> HttpResponse:
     if form.is_valid():
         try:
             services.update_memory(
-                sandbox=sandbox, memory_bytes=form.cleaned_data["memory_bytes"]
+                sandbox=sandbox,
+                memory_bytes=form.cleaned_data["memory_bytes"],
+                by=doer(request),
             )
         except DomainError as error:
             form.add_error(None, str(error))
@@ -218,7 +223,9 @@ def _settings(
 @shows_refusals
 def sandbox_pause(request: TeamRequest, sandbox_id: str) -> HttpResponse:
     """Put the sandbox to sleep."""
-    sandbox = services.pause_sandbox(sandbox=sandbox_or_404(request, sandbox_id))
+    sandbox = services.pause_sandbox(
+        sandbox=sandbox_or_404(request, sandbox_id), by=doer(request)
+    )
     return _acted(request, sandbox, f"{sandbox.id} is being paused; its bill has stopped.")
 
 
@@ -227,7 +234,9 @@ def sandbox_pause(request: TeamRequest, sandbox_id: str) -> HttpResponse:
 @shows_refusals
 def sandbox_resume(request: TeamRequest, sandbox_id: str) -> HttpResponse:
     """Wake the sandbox."""
-    sandbox = services.resume_sandbox(sandbox=sandbox_or_404(request, sandbox_id))
+    sandbox = services.resume_sandbox(
+        sandbox=sandbox_or_404(request, sandbox_id), by=doer(request)
+    )
     return _acted(request, sandbox, f"{sandbox.id} is waking up.")
 
 
@@ -237,7 +246,7 @@ def sandbox_resume(request: TeamRequest, sandbox_id: str) -> HttpResponse:
 def sandbox_delete(request: TeamRequest, sandbox_id: str) -> HttpResponse:
     """Delete the sandbox and its files."""
     sandbox = sandbox_or_404(request, sandbox_id)
-    services.delete_sandbox(sandbox=sandbox)
+    services.delete_sandbox(sandbox=sandbox, by=doer(request))
     sandbox.refresh_from_db(fields=["state", "state_changed_at"])
     if sandbox.state == State.DELETED:
         if request.GET.get("from") == "row":

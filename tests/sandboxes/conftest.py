@@ -13,6 +13,7 @@ from hosts.services import publish_generation
 from sandboxes import operations, services
 from sandboxes.models import Sandbox, Template
 from tests.fakes.host import FakeHost
+from tests.fakes.hypervisor import FakeHypervisor
 
 
 @pytest.fixture
@@ -31,6 +32,7 @@ def host(db: None) -> Host:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     """The host's disks, guests and agents."""
+    FakeHypervisor.reset()
     machine = FakeHost()
     machine.install(monkeypatch)
     return machine

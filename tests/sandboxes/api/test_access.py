@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from django.conf import settings
 
 from sandboxes import access, services
 from sandboxes.models import Sandbox
@@ -18,7 +19,7 @@ Make = Callable[..., Sandbox]
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "WAIT_S", 6.0)
+    monkeypatch.setattr(settings, "WAKE_TIMEOUT_S", 6.0)
     monkeypatch.setattr(access, "LOOK_AGAIN_S", 0.2)
 
 
@@ -50,7 +51,7 @@ def test_one_that_starts_is_waited_for(http: httpx.Client, make_sandbox: Make) -
 def test_one_that_does_not_start_in_time_is_waking_up(
     http: httpx.Client, make_sandbox: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access, "WAIT_S", 0.5)
+    monkeypatch.setattr(settings, "WAKE_TIMEOUT_S", 0.5)
 
     response = run(http, make_sandbox(State.RESUMING))
 
