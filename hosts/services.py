@@ -36,7 +36,8 @@ def place(*, guest_uuid: UUID, memory_bytes: int, prefer: Host | None = None) ->
         placement = Placement.objects.select_for_update().filter(pk=guest_uuid).first()
         if placement is not None:
             return placement
-        candidates = Host.objects.with_room_for(memory_bytes).select_for_update()
+        # Locked in one order by all, so that two that place cannot wait for each other.
+        candidates = Host.objects.with_room_for(memory_bytes).order_by("pk").select_for_update()
         hosts = sorted(
             candidates,
             key=lambda host: (host != prefer, -host.promised_bytes, host.pk),

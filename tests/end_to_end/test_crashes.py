@@ -9,7 +9,7 @@ import httpx
 import pytest
 from sandbox0 import Client, CmdOptions, Sandbox
 
-from tests.end_to_end.conftest import Platform, details, eventually, resume
+from tests.end_to_end.conftest import Platform, details, eventually, pause, resume
 
 pytestmark = [pytest.mark.guest, pytest.mark.timeout(900)]
 
@@ -136,3 +136,29 @@ def test_a_waiting_caller_is_told_when_the_web_process_dies_and_the_command_ran_
     eventually(lambda: runs() != b"", "the web process's return")
     assert len(failures) == 1
     assert runs() == b"x\n"
+
+
+def test_a_pause_waits_for_the_object_store_and_can_be_turned_round(
+    platform: Platform, client: Client, http: httpx.Client, sandbox: Sandbox
+) -> None:
+    body = os.urandom(3_000_000)
+    sandbox.write_file("/root/precious", body)
+    store = platform.pid("seaweedfs")
+    os.kill(store, signal.SIGSTOP)
+    try:
+        client.sandboxes.pause(sandbox.id)
+        eventually(
+            lambda: "object store" in str(details(http, sandbox).get("health")),
+            "saying that the store is away",
+        )
+        assert details(http, sandbox)["paused"] is False
+
+        client.sandboxes.resume(sandbox.id)
+        eventually(lambda: details(http, sandbox)["runtime_generation"] == 2, "turning round")
+    finally:
+        os.kill(store, signal.SIGCONT)
+
+    assert bytes(sandbox.read_file("/root/precious")) == body
+    pause(client, sandbox)
+    platform.empty_cache()
+    assert bytes(sandbox.read_file("/root/precious")) == body
