@@ -247,6 +247,8 @@ class _FilesRelay(_Relay, asyncssh.SSHServerSession[bytes]):
         self._channel: asyncssh.SSHServerChannel[bytes] | None = None
         self._socket: socket.socket | None = None
         self._joining: asyncio.Task[None] | None = None
+        self._early = b""
+        self._is_joined = False
 
     def connection_made(
         self, transport: asyncio.BaseTransport | asyncssh.SSHServerChannel[bytes]
@@ -284,15 +286,25 @@ class _FilesRelay(_Relay, asyncssh.SSHServerSession[bytes]):
         return self._socket is not None
 
     def session_started(self) -> None:
-        # What arrives before the join stays in the channel, whose window bounds it.
-        self.pause_reading()
         self._joining = asyncio.get_running_loop().create_task(self._join())
 
+    def data_received(self, data: bytes, datatype: int | None = None) -> None:
+        if self._is_joined:
+            super().data_received(data, datatype)
+        else:
+            self._early += data
+
     async def _join(self) -> None:
+        # Not in `session_started`: asyncssh resumes reading right after it. What came until
+        # now is kept here; what comes until the join waits in the channel's window.
+        self.pause_reading()
         stream, self._socket = self._socket, None
-        await asyncio.get_running_loop().create_unix_connection(
-            lambda: asyncssh.SSHForwarder(self), sock=stream
-        )
+        inside = asyncssh.SSHForwarder(self)
+        await asyncio.get_running_loop().create_unix_connection(lambda: inside, sock=stream)
+        self._is_joined = True
+        if self._early:
+            inside.write(self._early)
+            self._early = b""
         self.resume_reading()
 
 

@@ -202,6 +202,34 @@ async def test_the_bytes_of_a_paused_volumes_session_pass_unchanged(tmp_path: Pa
     assert received == sent
 
 
+async def test_what_a_session_says_at_once_reaches_a_volume_that_is_slow_to_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = asyncio.get_running_loop().create_unix_connection
+
+    async def connect_late(*args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0.3)
+        return await connect(*args, **kwargs)
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readexactly(5))
+        writer.close()
+
+    async with world(tmp_path) as a_world, through(a_world) as connection:
+        server = await asyncio.start_unix_server(echo, tmp_path / "files" / f"{VOLUME}.sock")
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "create_unix_connection", connect_late, raising=False)
+        writer, reader, _ = await connection.open_session(
+            subsystem="sftp", env={VOLUME_VARIABLE: VOLUME}, encoding=None
+        )
+
+        writer.write(b"early")
+        received = await asyncio.wait_for(reader.readexactly(5), 5)
+        server.close()
+
+    assert received == b"early"
+
+
 async def test_a_session_ends_when_its_volume_is_closed(tmp_path: Path) -> None:
     streams: list[asyncio.StreamWriter] = []
 
