@@ -21,9 +21,7 @@ BYTES_PER_GIB = 1024**3
 def memory_cost(mib_milliseconds: int | Decimal) -> Decimal:
     """Return the price in dollars of configured memory held for a time."""
     return (
-        Decimal(mib_milliseconds)
-        * DOLLARS_PER_GIB_HOUR
-        / (MIB_PER_GIB * MILLISECONDS_PER_HOUR)
+        Decimal(mib_milliseconds) * DOLLARS_PER_GIB_HOUR / (MIB_PER_GIB * MILLISECONDS_PER_HOUR)
     )
 
 
