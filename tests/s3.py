@@ -82,7 +82,7 @@ class SeaweedServer:
         environment = os.environ | {
             "AWS_ACCESS_KEY_ID": self.config.access_key_id,
             "AWS_SECRET_ACCESS_KEY": self.config.secret_access_key,
-            "GOMEMLIMIT": "200MiB",
+            "GOMEMLIMIT": "512MiB",
         }
         with (self.folder / "weed.log").open("ab") as log:
             self._process = subprocess.Popen(
