@@ -1,5 +1,6 @@
 """The Files tab over a real server: uvicorn, the application, and a paused disk's SFTP."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,7 @@ from django.test import Client
 from django.utils import timezone
 
 from hosts.models import Host, Volume
+from sandboxes.filenames import to_text
 from sandboxes.models import Sandbox
 from tests.fakes.guest_link import LocalGuest
 from tests.sandboxes.api.conftest import (  # noqa: F401  (fixtures)
@@ -73,7 +75,8 @@ def files(
     with closing(session_of(alices_browser, url)) as client:
 
         def call(method: str, act: str, path: str, **kwargs: object) -> httpx.Response:
-            where = quote(path.encode("utf-8", "surrogateescape"), safe="")
+            # As the pages write it: a byte that is no UTF-8 has a character of its own.
+            where = quote(to_text(os.fsencode(path)), safe="")
             extra = kwargs.pop("query", "")
             target = f"/sandboxes/{asleep.id}/files/{act}/?path={where}{extra}"
             return client.request(method, target, **kwargs)  # type: ignore[arg-type]
