@@ -226,8 +226,7 @@ def count_use(key: ApiKey) -> None:
     """
     try:
         if not cache.add(f"key-written:{key.pk}", 1, USE_WRITTEN_EVERY_S):
-            cache.add(_pending(key), 0, None)
-            cache.incr(_pending(key))
+            _count_later(key)
             return
         waiting = cache.get(_pending(key), 0)
         ApiKey.objects.filter(pk=key.pk).update(
@@ -237,6 +236,14 @@ def count_use(key: ApiKey) -> None:
             cache.decr(_pending(key), waiting)
     except (RedisError, ValueError) as error:  # ValueError: the counter was evicted
         log.warning("a use of key %s is not counted: %s", key.pk, error)
+
+
+def _count_later(key: ApiKey) -> None:
+    try:
+        cache.incr(_pending(key))
+    except ValueError:  # there is no counter yet, or it was evicted
+        if not cache.add(_pending(key), 1, None):
+            cache.incr(_pending(key))
 
 
 def add_pending_uses(keys: Iterable[ApiKey]) -> list[ApiKey]:

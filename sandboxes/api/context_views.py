@@ -4,6 +4,7 @@ from typing import Any
 
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.exceptions import APIException
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -23,15 +24,22 @@ from sandboxes.errors import InvalidContextRequest
 
 
 class ContextView(AsyncTeamView):
-    """What the views of contexts share: the sandbox is looked for before the body is."""
+    """What the views of contexts share: how their bodies are checked."""
 
     async def checked(
         self, sandbox_id: str, serializer: type[serializers.Serializer[Any]]
     ) -> dict[str, Any]:
-        """Return the valid body of a request about a sandbox that is there."""
-        await run_db(find_sandbox, sandbox_id, self.team)
-        body = serializer(data=self.request.data)
-        body.is_valid(raise_exception=True)
+        """Return the valid body of a request about a sandbox.
+
+        Whoever acts on it finds the sandbox, or refuses; only where the body is refused, it
+        is looked for here, since an id that is not the team's is 404 whatever the body says.
+        """
+        try:
+            body = serializer(data=self.request.data)
+            body.is_valid(raise_exception=True)
+        except APIException:
+            await run_db(find_sandbox, sandbox_id, self.team)
+            raise
         valid: dict[str, Any] = body.validated_data
         return valid
 
