@@ -21,6 +21,11 @@ urlpatterns = [
     path("sandboxes/<str:sandbox_id>/memory/", views.sandbox_memory, name="sandbox-memory"),
     path("sandboxes/<str:sandbox_id>/pause/", views.sandbox_pause, name="sandbox-pause"),
     path("sandboxes/<str:sandbox_id>/resume/", views.sandbox_resume, name="sandbox-resume"),
+    path(
+        "sandboxes/<str:sandbox_id>/checkpoint/",
+        views.sandbox_checkpoint,
+        name="sandbox-checkpoint",
+    ),
     path("sandboxes/<str:sandbox_id>/delete/", views.sandbox_delete, name="sandbox-delete"),
     path("sandboxes/<str:sandbox_id>/files/", file_views.file_browse, name="sandbox-files"),
     path("sandboxes/<str:sandbox_id>/files/list/", file_views.file_list, name="file-list"),

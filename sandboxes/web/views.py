@@ -241,6 +241,19 @@ def sandbox_resume(request: TeamRequest, sandbox_id: str) -> HttpResponse:
 
 
 @require_POST
+@permission_required("sandbox:write")
+@shows_refusals
+def sandbox_checkpoint(request: TeamRequest, sandbox_id: str) -> HttpResponse:
+    """Save the disk of a running sandbox; its saved state shows once it is there."""
+    sandbox = sandbox_or_404(request, sandbox_id)
+    services.checkpoint_sandbox(sandbox=sandbox)
+    if not is_partial(request):
+        return redirect("sandbox-history", sandbox.id)
+    said = "Saving its disk. The new state shows here; without changes there is none."
+    return toast(HttpResponse(status=204), said)
+
+
+@require_POST
 @permission_required("sandbox:delete")
 @shows_refusals
 def sandbox_delete(request: TeamRequest, sandbox_id: str) -> HttpResponse:

@@ -7,10 +7,12 @@
   // -- times, in the reader's zone ---------------------------------------------------------
   const exact = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
   const short = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
-  const UNITS = [["d", 86400], ["h", 3600], ["min", 60]];
+  const UNITS = [["years", 2 * 31556952], ["months", 60 * 86400], ["d", 86400], ["h", 3600], ["min", 60]];
+  // From two of them on: "60 d" says more than "1 months".
+  const LENGTHS = { years: 31556952, months: 2629746 };
   const span = (seconds) => {
-    const found = UNITS.find(([, length]) => seconds >= length);
-    return found ? `${Math.floor(seconds / found[1])} ${found[0]}` : `${Math.floor(seconds)} s`;
+    const found = UNITS.find(([, least]) => seconds >= least);
+    return found ? `${Math.floor(seconds / (LENGTHS[found[0]] ?? found[1]))} ${found[0]}` : `${Math.floor(seconds)} s`;
   };
   const longSpan = (seconds) => {
     const parts = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]].map(([unit, length]) => {

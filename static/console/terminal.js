@@ -8,6 +8,7 @@
   const SANDBOX = root.dataset.sandbox;
   const [SHELL_ENDED, ASLEEP, FAILED, SIGNED_OUT, NOT_ALLOWED, NOT_FOUND] = [4000, 4001, 4002, 4401, 4403, 4404];
   const FINAL = new Set([SHELL_ENDED, ASLEEP, FAILED, SIGNED_OUT, NOT_ALLOWED, NOT_FOUND, 4400]);
+  const WAKING = { starting: "Starting…", resuming: "Waking up…", pausing: "Falling asleep…" };
   const CHUNK_BYTES = 16 * 1024;
   const ACK_BYTES = 64 * 1024;
   const PASTE_LINES = 8;
@@ -43,6 +44,7 @@
       this.replay = 0;          // bytes of the replay that are still to come
       this.replaying = false;
       this.unacked = 0;
+      this.half = "";           // the first half of a character whose second is to come
       this.cover = null;
       this.banner = null;
       this.retry = null;
@@ -72,6 +74,11 @@
 
     // -- input ------------------------------------------------------------------------------
     typed(text) {
+      // A character beyond the basic plane may come in two halves, which are nothing apart.
+      text = this.half + text;
+      this.half = /[\uD800-\uDBFF]$/.test(text) ? text.slice(-1) : "";
+      if (this.half) text = text.slice(0, -1);
+      if (!text) return;
       if (this.replaying && REPLY.test(text)) return;
       if (!this.attached && this.cover?.act && text === "\r") { this.cover.act(); return; }
       this.send(encoder.encode(text));
@@ -170,7 +177,7 @@
           break;
         case "taken": this.onWay = Math.max(0, this.onWay - message.bytes); this.flush(); break;
         case "status": this.state = message.state; this.window = message.window_bytes; this.price = message.price_per_hour; break;
-        case "waking": this.show({ cover: { title: "Waking up…", text: `From now on it costs ${this.price || root.dataset.price} an hour.`, steps: message.steps } }); break;
+        case "waking": this.show({ cover: { title: WAKING[this.state] ?? "Reaching its shell…", text: ["starting", "resuming"].includes(this.state) ? `Once it runs it costs ${this.price || root.dataset.price} an hour.` : "", steps: message.steps } }); break;
         case "notice": this.term.write(`\r\n\x1b[33m[${message.text}]\x1b[0m\r\n`); break;
         case "failed": this.failure = message.text; break;
         case "exit": this.exitCode = message.exit_code; break;

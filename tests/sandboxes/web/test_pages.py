@@ -1,6 +1,8 @@
 """The pages of sandboxes: what they show, who may see them, and how many queries they take."""
 
+import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from html import unescape
 
@@ -9,6 +11,7 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
+from dramatiq.brokers.stub import StubBroker
 
 from accounts.models import Membership, Role, Team, User
 from common.units import GiB, MiB
@@ -34,6 +37,7 @@ PATHS = [
     ("get", "files/raw/?path=/etc/hostname"),
     ("post", "pause/"),
     ("post", "resume/"),
+    ("post", "checkpoint/"),
     ("post", "delete/"),
     ("post", "settings/"),
     ("post", "memory/"),
@@ -117,7 +121,7 @@ def test_an_act_needs_the_token_of_the_page(
     assert client.post(f"/sandboxes/{running.id}/{path}").status_code == 403
 
 
-@pytest.mark.parametrize("path", ["pause/", "resume/", "delete/"])
+@pytest.mark.parametrize("path", ["pause/", "resume/", "checkpoint/", "delete/"])
 def test_an_act_is_a_post(running: Sandbox, alices_browser: Client, path: str) -> None:
     assert alices_browser.get(f"/sandboxes/{running.id}/{path}").status_code == 405
 
@@ -320,6 +324,32 @@ def test_pausing_shows_its_steps_at_once(running: Sandbox, alices_browser: Clien
     assert running.state == Sandbox.State.PAUSING
     assert "Changes are saved" in response.content.decode()
     assert "its bill has stopped" in response["HX-Trigger"]
+
+
+def test_a_checkpoint_is_queued_and_said(
+    running: Sandbox,
+    alices_browser: Client,
+    queue: StubBroker,
+    django_capture_on_commit_callbacks: Callable[..., AbstractContextManager[object]],
+) -> None:
+    with django_capture_on_commit_callbacks(execute=True):
+        response = alices_browser.post(f"/sandboxes/{running.id}/checkpoint/", headers=HTMX)
+
+    assert response.status_code == 204
+    assert "Saving its disk" in response["HX-Trigger"]
+    queued = [json.loads(body) for name in queue.queues for body in queue.queues[name].queue]
+    assert ["checkpoint_sandbox", [running.id]] in [
+        [message["actor_name"], message["args"]] for message in queued
+    ]
+
+
+def test_only_a_running_sandbox_can_be_checkpointed(
+    paused: Sandbox, alices_browser: Client
+) -> None:
+    response = alices_browser.post(f"/sandboxes/{paused.id}/checkpoint/", headers=HTMX)
+
+    assert response.status_code == 409
+    assert "Checkpoint now" not in text_of(alices_browser, f"/sandboxes/{paused.id}/history/")
 
 
 def test_resuming_from_the_list_answers_with_its_row(
