@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    # Spinners that are drawn without a GPU take the processor from the guests.
+    "--force-prefers-reduced-motion",
 )
 WAIT_S = 30
 PASSWORD = "a long and quiet sentence"
@@ -127,6 +129,16 @@ class Person:
             if entry["level"] == "SEVERE"
         ]
         assert errors == []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Photograph what the person saw when a test failed."""
+    report = yield
+    person = getattr(item, "funcargs", {}).get("person")
+    if report.when == "call" and report.failed and person is not None:
+        person.photographs(f"failed-{item.name}")
+    return report
 
 
 @pytest.fixture

@@ -4,14 +4,24 @@ import re
 
 import pytest
 from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
 
 from tests.browser.conftest import Person
+from tests.browser.test_accessibility import assert_accessible
 
-pytestmark = [pytest.mark.browser, pytest.mark.guest, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.guest, pytest.mark.timeout(1800)]
 
 # Under software emulation, on a machine that runs other tests at the same time.
-BOOT_S = 240
-PAUSE_S = 120
+BOOT_S = 400
+PAUSE_S = 240
+
+# What is there once a tab has all that it shows.
+SHOWN = {
+    "terminal": "#terminal[data-attached]",
+    "files": "[data-entry]",
+    "history": "#history tbody tr",
+    "settings": "main form",
+}
 
 
 def test_a_person_claims_types_pauses_edits_resumes_and_finds_it_all(member: Person) -> None:
@@ -30,7 +40,7 @@ def test_a_person_claims_types_pauses_edits_resumes_and_finds_it_all(member: Per
     member.is_in_state("running")
     member.types_in_terminal("echo written-while-$((40 + 2)) > /root/notes.txt; stty size")
     member.types_in_terminal("cat /root/notes.txt; echo é😀漢")
-    member.in_terminal("written-while-42\n")
+    member.in_terminal("written-while-42\né😀漢\n")
     member.photographs("terminal")
     member.driver.refresh()
     member.terminal_is_attached(BOOT_S)
@@ -53,15 +63,30 @@ def test_a_person_claims_types_pauses_edits_resumes_and_finds_it_all(member: Per
     member.in_terminal("and edited while asleep", 60)
     member.photographs("resumed")
 
-    for page in ("history", "settings", "files"):
+    saves_a_checkpoint(member, path)
+    for page in ("terminal", "files", "history", "settings"):
         member.open(f"{path}/{page}/")
-        member.find("main section, main form")
-        member.photographs(page)
+        member.find(SHOWN[page], BOOT_S)
+        for theme in ("light", "dark"):
+            assert_accessible(member, page, theme)
+            member.photographs(f"{page}-{theme}")
     member.open("/usage/")
     member.sees(found[1])
     member.photographs("usage")
 
     delete(member, path)
+
+
+def saves_a_checkpoint(member: Person, path: str) -> None:
+    member.open(f"{path}/history/")
+    before = len(member.driver.find_elements(By.CSS_SELECTOR, "#history tbody tr"))
+    member.click("#history button[hx-post$='/checkpoint/']")
+    member.sees("Saving its disk.")
+
+    def rows(driver: WebDriver) -> bool:
+        return len(driver.find_elements(By.CSS_SELECTOR, "#history tbody tr")) > before
+
+    member.wait(rows, "the checkpoint in the history", PAUSE_S)
 
 
 def edit_while_asleep(member: Person, path: str) -> None:
