@@ -146,6 +146,9 @@ def _run(platform: Config, own: Config, wanted: Wanted) -> int:
 
 def _collect(config: Config, environment: Mapping[str, str], wanted: Wanted) -> dict[str, int]:
     """Count the chosen tests of each phase, and so learn whether a platform is needed."""
+    if not wanted.arguments and not wanted.marks:
+        # All of them: collecting twice would tell nothing new.
+        return {"ordinary": WORTH_SHARING, "platform": 1}
     counts = config.state_dir / "collected.json"
     command = [config.python, "-m", "pytest", "-p", "tests.counting", "--collect-only", "-q"]
     command += [*wanted.arguments, *(("-m", wanted.marks) if wanted.marks else ())]
