@@ -16,10 +16,12 @@ import pytest
 
 from common.units import MiB
 from hosts.volumes.commit import Commit, import_image
+from hosts.volumes.daemons import await_end
 from hosts.volumes.disks import Disks, DisksConfig
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.store import S3ObjectStore
 from tests.hosts.volumes.nbd import Nbd
+from tests.hosts.volumes.worker import Workers
 from tests.s3 import s3, s3_server
 
 __all__ = ["s3", "s3_server"]
@@ -96,7 +98,7 @@ class Host:
         for path in (self.config.cache_dir / "packs").iterdir():
             path.unlink()
 
-    def write_config(self) -> Path:
+    def write_config(self, epoch: int) -> Path:
         """Write what a worker in a process of its own needs."""
         path = self.folder / "worker.json"
         values = {
@@ -106,6 +108,7 @@ class Host:
             "cache_budget_bytes": self.config.cache_budget_bytes,
             "volume_id": self.volume_id.hex,
             "head_file": str(self.head_file),
+            "epoch": epoch,
         }
         path.write_text(json.dumps(values))
         return path
@@ -114,7 +117,10 @@ class Host:
         """End what serves the disks, as a crash of the host would."""
         for pidfile in (self.config.run_dir / "disks").glob("*/*.pid"):
             with suppress(ProcessLookupError, ValueError):
-                os.kill(int(pidfile.read_text()), signal.SIGKILL)
+                process = os.pidfd_open(int(pidfile.read_text()))
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                assert await_end(process, 30)
+                os.close(process)
 
     def overlay_files(self) -> list[Path]:
         folder = self.config.state_dir / "overlays" / self.volume_id.hex
@@ -134,3 +140,10 @@ def host(folder: Path, s3: StoreConfig) -> Iterator[Host]:
     host = Host(folder, s3)
     yield host
     host.kill_daemons()
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    workers = Workers()
+    yield workers
+    workers.close()
