@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 import httpx
 from sandbox0 import APIError
 
+from common.errors import Unavailable
 from launch.bench import lifecycle, round_trip
 from launch.bench.figures import Figure, table
 from launch.bench.target import Target
@@ -36,7 +37,7 @@ def main(arguments: list[str]) -> int:
             target.close()
             # Also of a run that was interrupted: some of these take long to measure.
             _show(figures, command=shlex.join(["bin/bench", *arguments]), at=at)
-    except (LaunchFailed, APIError, httpx.HTTPError) as error:
+    except (LaunchFailed, Unavailable, APIError, httpx.HTTPError) as error:
         say(f"\n{error}")
         return 1
     return 0
