@@ -20,7 +20,14 @@ from hosts.guest.channel import AgentSilent, AgentState
 from hosts.hypervisor import HypervisorConfig
 from hosts.volumes.commit import Commit
 from hosts.volumes.disks import AttachedDisk, DiskHealth
-from hosts.volumes.errors import StoreUnavailable
+from hosts.volumes.errors import (
+    NotAttached,
+    OverlayMismatch,
+    StaleEpoch,
+    StoreUnavailable,
+    Uncommitted,
+)
+from hosts.volumes.exports import Fetched
 from sandboxes import operations, watch
 from tests.fakes.hypervisor import FakeHypervisor
 
@@ -43,12 +50,23 @@ class FakeDisks:
         self._numbers = itertools.count(1)
 
     def attach(self, volume_id: UUID, *, root_key: str, epoch: int) -> AttachedDisk:
+        disk = self.disks.get(volume_id)
+        if disk is not None and disk.epoch > epoch:
+            raise StaleEpoch(f"This host has the disk for epoch {disk.epoch}.")
+        if disk is not None and disk.epoch == epoch and disk.root_key != root_key:
+            if disk.writes:
+                raise OverlayMismatch("The overlay here was written over another root.")
+            disk = None
+        if disk is None or disk.epoch < epoch:
+            disk = SimpleNamespace(root_key=root_key, epoch=epoch, writes=0)
+        self.disks[volume_id] = disk
         self.dead.discard(volume_id)
-        disk = self.disks.setdefault(
-            volume_id, SimpleNamespace(root_key=root_key, epoch=epoch, writes=0)
-        )
-        assert disk.epoch == epoch
         return self._attached(volume_id)
+
+    def _disk(self, volume_id: UUID, *, served: bool) -> SimpleNamespace:
+        if volume_id not in self.disks or (served and volume_id in self.dead):
+            raise NotAttached("The volume has no disk on this host.")
+        return self.disks[volume_id]
 
     def _attached(self, volume_id: UUID) -> AttachedDisk:
         disk = self.disks[volume_id]
@@ -66,7 +84,13 @@ class FakeDisks:
         return DiskHealth.DEAD if volume_id in self.dead else DiskHealth.ATTACHED
 
     def commit(self, volume_id: UUID, publish: Callable[[Commit], None]) -> Commit | None:
-        disk = self.disks[volume_id]
+        disk = self._disk(volume_id, served=False)
+        self.dead.add(volume_id)  # it is served no longer, whatever becomes of the commit
+        return self._commit(volume_id, disk, publish)
+
+    def _commit(
+        self, volume_id: UUID, disk: SimpleNamespace, publish: Callable[[Commit], None]
+    ) -> Commit | None:
         if not disk.writes:
             return None
         if not self.store_is_up:
@@ -92,25 +116,28 @@ class FakeDisks:
         *,
         around_cut: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Commit | None:
+        disk = self._disk(volume_id, served=True)
         with around_cut():
             pass
-        return self.commit(volume_id, publish)
+        return self._commit(volume_id, disk, publish)
 
     def detach(self, volume_id: UUID, *, discard: bool) -> None:
+        if volume_id in self.disks and self.disks[volume_id].writes and not discard:
+            raise Uncommitted("The disk has writes that no commit has.")
         self.disks.pop(volume_id, None)
         self.dead.discard(volume_id)
 
     def attached(self) -> list[AttachedDisk]:
         return [self._attached(volume_id) for volume_id in self.disks]
 
-    def fetched(self, volume_id: UUID) -> SimpleNamespace:
-        return SimpleNamespace(bytes=4096, requests=1)
+    def fetched(self, volume_id: UUID) -> Fetched:
+        return Fetched(requests=1, bytes=4096) if volume_id in self.disks else Fetched(0, 0)
 
     def export_fuse(self, volume_id: UUID, mountpoint: Path) -> None:
-        assert volume_id in self.disks
+        self._disk(volume_id, served=True)
 
     def drop_fuse(self, volume_id: UUID) -> None:
-        pass
+        self._disk(volume_id, served=True)
 
 
 class FakePausedFiles:
