@@ -1,8 +1,8 @@
 """A reader of S3 objects in the standard library alone.
 
 An export serves one disk in a process of its own, and there is one for every running
-sandbox: boto3 would cost each 30 MiB and half a second of a resume. All it needs is a
-signed GET.
+sandbox: each would hold a boto3 in memory and import it during a resume. All it needs is
+a signed GET.
 
 Source: AWS Signature Version 4, "Authenticating Requests (AWS Signature Version 4)" in the
 Amazon S3 API reference.

@@ -26,7 +26,7 @@ DELETE_BATCH = 1000
 
 _session = boto3.session.Session()
 _session_lock = threading.Lock()
-"""One session: it keeps the description of S3, which takes half a second to parse.
+"""One session: it keeps the description of S3 that every client would parse anew.
 Clients are safe for many threads, but making them is not."""
 
 _THERE_ALREADY = {"PreconditionFailed", "412"}
