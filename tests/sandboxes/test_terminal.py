@@ -213,8 +213,9 @@ async def test_a_paste_of_a_megabyte_arrives_whole(
     lines = b"".join(b"%07d %s\r" % (number, b"x" * 55) for number in range(16 * 1024))
     page = await open_page(pages, alices_browser, terminal_of(awake, "paste"))
     await page.until_said("attached")
-    await page.type(f"stty -echo; cat > {target}; echo do''ne\r".encode())
-    await asyncio.sleep(0.5)
+    # Until the shell has given the terminal away, what comes is edited as a command line.
+    await page.type(f"stty -echo; echo go''es; cat > {target}; echo do''ne\r".encode())
+    await page.until(b"goes")
 
     await page.type(lines + b"\x04")
 
