@@ -4,6 +4,7 @@ Source: https://libvirt.org/formatdomain.html; every element is understood by li
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -37,10 +38,25 @@ BALLOON_PERIOD_S = 10
 
 TITLE_CHARACTERS = 100
 
-# A kernel that panics restarts, which ends the domain (`on_reboot`).
-CMDLINE = "console=ttyS0 panic=-1 quiet net.ifnames=0"
+# A kernel that panics restarts, which ends the domain (`on_reboot`). It need not test its
+# ciphers at each boot, nor wait long for other CPUs while it starts.
+CMDLINE = (
+    "console=ttyS0 panic=-1 quiet net.ifnames=0 random.trust_cpu=on cryptomgr.notests "
+    "rcupdate.rcu_expedited=1"
+)
 # An emulated CPU has no speculation to guard against, and the guards are slow to emulate.
 CMDLINE_EMULATED = f"{CMDLINE} mitigations=off no_timer_check tsc=reliable"
+
+
+class Slot(IntEnum):
+    """Where devices are on the bus; the kernel names disks in this order."""
+
+    ROOT_DISK = 2
+    TOOLKIT = 3
+    INTERFACE = 4
+    PORTS = 5
+    RNG = 6
+    BALLOON = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,10 +158,10 @@ def _add_cpu(domain: ET.Element, spec: GuestSpec, context: DomainContext) -> Non
 
 def _add_boot(domain: ET.Element, context: DomainContext) -> None:
     system = ET.SubElement(domain, "os")
-    # Boots as fast as q35 (4.2-5.3 s against 4.0-5.6 s to init, emulated, within the noise)
-    # with all devices on one bus; libvirt gives each a port of its own on q35.
-    _text(system, "type", "hvm", arch="x86_64", machine="pc")
-    _text(system, "kernel", str(context.images_dir / "vmlinuz"))
+    # On `pc` the kernel sets up the interrupt of each device by interpreting ACPI tables:
+    # 2.1 of 14 s of a boot under emulation, against 0.15 s here.
+    _text(system, "type", "hvm", arch="x86_64", machine="q35")
+    _text(system, "kernel", str(context.images_dir / "vmlinux"))
     _text(system, "initrd", str(context.images_dir / "initrd.img"))
     emulated = context.accelerator == "tcg"
     _text(system, "cmdline", CMDLINE_EMULATED if emulated else CMDLINE)
@@ -182,6 +198,7 @@ def _add_disks(devices: ET.Element, spec: GuestSpec, context: DomainContext) -> 
     ET.SubElement(source, "host", transport="unix", socket=str(spec.disk_socket))
     ET.SubElement(source, "reconnect", delay=str(RECONNECT_S))
     ET.SubElement(root, "target", dev="vda", bus="virtio")
+    _place(root, Slot.ROOT_DISK)
 
     toolkit = ET.SubElement(devices, "disk", type="file", device="disk")
     ET.SubElement(toolkit, "driver", name="qemu", type="raw")
@@ -189,6 +206,7 @@ def _add_disks(devices: ET.Element, spec: GuestSpec, context: DomainContext) -> 
     ET.SubElement(toolkit, "target", dev="vdb", bus="virtio")
     ET.SubElement(toolkit, "readonly")
     ET.SubElement(toolkit, "shareable")
+    _place(toolkit, Slot.TOOLKIT)
 
 
 def _add_interface(devices: ET.Element, spec: GuestSpec, context: DomainContext) -> None:
@@ -200,6 +218,7 @@ def _add_interface(devices: ET.Element, spec: GuestSpec, context: DomainContext)
     ET.SubElement(interface, "port", isolated="yes")
     # No option ROM: the guest never boots from the network.
     ET.SubElement(interface, "rom", enabled="no")
+    _place(interface, Slot.INTERFACE)
 
 
 def _add_consoles(devices: ET.Element, spec: GuestSpec) -> None:
@@ -208,6 +227,8 @@ def _add_consoles(devices: ET.Element, spec: GuestSpec) -> None:
     ET.SubElement(serial, "source", path=str(spec.serial_log), append="on")
     ET.SubElement(serial, "target", port="0")
 
+    ports = ET.SubElement(devices, "controller", type="virtio-serial", index="0")
+    _place(ports, Slot.PORTS)
     channel = ET.SubElement(devices, "channel", type="unix")
     ET.SubElement(channel, "source", mode="bind", path=str(spec.channel))
     ET.SubElement(channel, "target", type="virtio", name=CHANNEL_NAME)
@@ -216,17 +237,25 @@ def _add_consoles(devices: ET.Element, spec: GuestSpec) -> None:
 def _add_small_devices(devices: ET.Element) -> None:
     rng = ET.SubElement(devices, "rng", model="virtio")
     _text(rng, "backend", "/dev/urandom", model="random")
+    _place(rng, Slot.RNG)
 
     balloon = ET.SubElement(
         devices, "memballoon", model="virtio", autodeflate="on", freePageReporting="on"
     )
     ET.SubElement(balloon, "stats", period=str(BALLOON_PERIOD_S))
+    _place(balloon, Slot.BALLOON)
 
     ET.SubElement(devices, "panic", model="isa")
     ET.SubElement(devices, "controller", type="usb", model="none")
     # libvirt gives each machine a screen unless told otherwise.
     video = ET.SubElement(devices, "video")
     ET.SubElement(video, "model", type="none")
+
+
+def _place(device: ET.Element, slot: Slot) -> None:
+    """Put a device on the root bus itself, not behind a port of its own as libvirt would."""
+    address = {"domain": "0x0000", "bus": "0x00", "slot": f"{slot:#04x}", "function": "0x0"}
+    ET.SubElement(device, "address", {"type": "pci", **address})
 
 
 def _text(parent: ET.Element, tag: str, text: str, **attributes: str) -> None:

@@ -89,7 +89,7 @@ class HypervisorConfig:
     """How one platform uses one host.
 
     Attributes:
-        images_dir: holds `vmlinuz`, `initrd.img` and `toolkit.squashfs`.
+        images_dir: holds `vmlinux`, `initrd.img` and `toolkit.squashfs`.
         network: libvirt network of the guests; also the prefix of their names, which
             parts this platform's guests from another's on the same libvirt.
         qemu_user: the user that QEMU runs as; None where libvirt drives no real QEMU.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import stat
 import struct
 import sys
 import time
@@ -29,6 +30,18 @@ _MAX_CONFIG_BYTES = 1024 * 1024
 _MAX_CLOCK_ERROR_S = 3.0
 _LOOK_EVERY_S = 2.0
 _MARK = "# this machine's name, kept by the platform"
+
+_DEVICES = (
+    ("/dev/fuse", 0o666, 10, 229),
+    ("/dev/net/tun", 0o600, 10, 200),
+    ("/dev/loop-control", 0o660, 10, 237),
+)
+_DEVICE_LINKS = (
+    ("/dev/fd", "/proc/self/fd"),
+    ("/dev/stdin", "/proc/self/fd/0"),
+    ("/dev/stdout", "/proc/self/fd/1"),
+    ("/dev/stderr", "/proc/self/fd/2"),
+)
 
 _SIOCADDRT = 0x890B
 _SIOCGIFFLAGS = 0x8913
@@ -52,7 +65,15 @@ def read_config(path: str = CONFIG) -> dict[str, Any]:
 
 def apply(config: dict[str, Any]) -> None:
     """Set clock, name, network and keys; one that fails is reported and keeps none back."""
-    for step in (_set_clock, _set_name, _set_network, _set_resolver, _set_keys, _set_users):
+    for step in (
+        _make_devices,
+        _set_clock,
+        _set_name,
+        _set_network,
+        _set_resolver,
+        _set_keys,
+        _set_users,
+    ):
         try:
             step(config)
         except (OSError, KeyError, ValueError) as error:
@@ -124,6 +145,19 @@ class SshServer:
                 return pid if file.read().strip() == "sshd" else None
         except (OSError, ValueError):
             return None
+
+
+def _make_devices(_config: dict[str, Any]) -> None:
+    """Make what programs expect, and udev would make; opening a device loads its module."""
+    for folder in ("/dev/net", "/run/lock"):
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - pathlib is slow to import
+    for path, mode, major, minor in _DEVICES:
+        if not os.path.lexists(path):
+            os.mknod(path, stat.S_IFCHR | mode, os.makedev(major, minor))
+            os.chmod(path, mode)  # noqa: PTH101
+    for path, target in _DEVICE_LINKS:
+        if not os.path.lexists(path):
+            os.symlink(target, path)  # noqa: PTH211
 
 
 def _set_clock(config: dict[str, Any]) -> None:

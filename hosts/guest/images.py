@@ -1,6 +1,6 @@
 """What a guest boots from: kernel, initramfs, toolkit and base images, made from Debian.
 
-    vmlinuz            the kernel of linux-image-cloud-amd64
+    vmlinux            the kernel of linux-image-cloud-amd64, uncompressed
     initrd.img         static busybox and the few modules that reach the two disks
     toolkit.squashfs   sshd, Python, the agent and all modules; read-only /dev/vdb
     base-<name>.ext4   a root file system to make templates from; becomes /dev/vda
@@ -24,7 +24,7 @@ from hosts.guest import base as base_images
 from hosts.guest import layout
 from hosts.guest.packages import host_suite, only, scratch_folder, unpack
 
-KERNEL = "vmlinuz"
+KERNEL = "vmlinux"
 INITRAMFS = "initrd.img"
 TOOLKIT = "toolkit.squashfs"
 
@@ -68,11 +68,11 @@ class Builder:
     suite: str = field(default_factory=host_suite)
 
     def build_kernel(self) -> Path:
-        """Make `vmlinuz` from Debian's cloud kernel."""
+        """Make `vmlinux` from Debian's cloud kernel."""
         with self._image(KERNEL, _KERNEL_PACKAGE) as made:
             if made:
                 kernel = only(self._kernel_tree().glob("boot/vmlinuz-*"))
-                shutil.copyfile(kernel, made)
+                made.write_bytes(layout.uncompressed(kernel.read_bytes()))
         return self.folder / KERNEL
 
     def build_initramfs(self) -> Path:

@@ -11,13 +11,13 @@ from django.conf import settings
 
 from tests.hosts.machine import need
 
-# `/modules/order` and `/bin/busybox` come from the platform's own initramfs.
+# `/lib/modules/boot` and `/bin/busybox` come from the platform's own initramfs.
 INIT = r"""#!/bin/busybox sh
 /bin/busybox --install -s /bin
 export PATH=/bin
 mount -t devtmpfs dev /dev; mount -t proc proc /proc; mount -t sysfs sys /sys
 exec >/dev/console 2>&1 </dev/console
-while read -r module; do insmod "/modules/$module"; done < /modules/order
+read -r modules < /lib/modules/boot; modprobe -a $modules
 config=$(cat /sys/firmware/qemu_fw_cfg/by_name/opt/org.sandkeep/config/raw)
 echo "CONFIG=$config"
 echo "DISKS=$(ls /sys/class/block | grep vd | tr '\n' ' ')"
@@ -49,7 +49,7 @@ def build_images(directory: Path) -> None:
     """Fill the directory with a kernel, our initramfs and an empty toolkit."""
     images = Path(settings.IMAGES_DIR)
     need(met=(images / "initrd.img").exists(), what="the platform's kernel and initramfs")
-    (directory / "vmlinuz").write_bytes((images / "vmlinuz").read_bytes())
+    (directory / "vmlinux").write_bytes((images / "vmlinux").read_bytes())
     (directory / "toolkit.squashfs").write_bytes(bytes(64 * 1024))
     with tempfile.TemporaryDirectory() as tree:
         _cpio(["-idm"], tree, (images / "initrd.img").read_bytes())

@@ -87,11 +87,17 @@ class Guest:
         toolkit = IMAGES / TOOLKIT
         folder = self.folder
         return [
-            *("qemu-system-x86_64", "-machine", f"q35,accel={accelerator}", "-cpu", "max"),
+            *(
+                "qemu-system-x86_64",
+                "-machine",
+                f"q35,accel={accelerator}",
+                "-cpu",
+                "max,la57=off",
+            ),
             *("-m", str(memory_mib), "-nodefaults", "-no-user-config", "-no-reboot"),
             *("-display", "none", "-serial", f"file:{folder}/serial.log"),
             *("-kernel", str(IMAGES / KERNEL), "-initrd", str(IMAGES / INITRAMFS)),
-            *("-append", KERNEL_COMMAND_LINE),
+            *("-append", f"{KERNEL_COMMAND_LINE} mitigations=off tsc=reliable"),
             *("-drive", f"file={self.disk},if=none,id=root,format=qcow2,discard=unmap"),
             *("-device", "virtio-blk-pci,drive=root"),
             *("-drive", f"file={toolkit},if=none,id=toolkit,format=raw,readonly=on"),
