@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _posixsubprocess
 import errno
 import fcntl
 import os
@@ -71,9 +72,7 @@ def start_with_pipes(
             read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
             ours.append(read_fd)
             theirs.append(write_fd)
-        pid = os.fork()
-        if pid == 0:
-            _become(argv, cwd, env, theirs, terminal=False)
+        pid = _spawn(argv, cwd, env, theirs)
     except BaseException:
         _close(ours)
         raise
@@ -151,6 +150,71 @@ def exit_code(status: int) -> int:
     return 128 - code if code < 0 else code
 
 
+def _spawn(argv: list[bytes], cwd: bytes, env: dict[bytes, bytes], fds: list[int]) -> int:
+    """Start a program without copying this process, which emulation makes dear.
+
+    What Python's own `vfork` leaves to the parent is set here for a moment and inherited.
+    A program that cannot be started is tried again by a fork, which can say why.
+    """
+    error_read_fd, error_write_fd = os.pipe2(os.O_CLOEXEC)
+    try:
+        with _UsualLimits():
+            pid: int = _posixsubprocess.fork_exec(
+                argv, _candidates(argv[0], env), False, (), os.fsdecode(cwd),
+                [name + b"=" + value for name, value in env.items()],
+                fds[0], -1, -1, fds[1], -1, fds[2], error_read_fd, error_write_fd,
+                True, True, -1, None, None, None, 0o022, None, True,  # type: ignore[arg-type]
+            )  # fmt: skip
+        os.close(error_write_fd)
+        error_write_fd = -1
+        failed = os.read(error_read_fd, 1)
+    finally:
+        os.close(error_read_fd)
+        if error_write_fd >= 0:
+            os.close(error_write_fd)
+    if failed:
+        os.waitpid(pid, 0)
+        pid = os.fork()
+        if pid == 0:
+            _become(argv, cwd, env, fds, terminal=False)
+    return pid
+
+
+class _UsualLimits:
+    """While it lasts, what is started has an ordinary program's limits, and so have we."""
+
+    _files: int
+    _score: bytes
+
+    def __enter__(self) -> None:
+        self._files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._score = _swap_oom_score(b"0")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_USUAL_FILES, hard), hard))
+
+    def __exit__(self, *_raised: object) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self._files, hard))
+        if self._score not in (b"", b"0"):
+            _swap_oom_score(self._score)
+
+
+def _swap_oom_score(score: bytes) -> bytes:
+    """Set how readily the kernel ends this process, and return what it was."""
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return b""  # outside a guest, in a test
+    try:
+        before = os.read(fd, 16).strip()
+        if before != score:
+            os.pwrite(fd, score, 0)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+    return before
+
+
 def _become(
     argv: list[bytes],
     cwd: bytes,
@@ -192,16 +256,18 @@ def _restore_signals() -> None:
         return  # outside a guest, in a test
 
 
-def _exec(argv: list[bytes], env: dict[bytes, bytes]) -> None:
-    """Replace this process, searching `PATH` as execvp(3) does."""
-    program = argv[0]
+def _candidates(program: bytes, env: dict[bytes, bytes]) -> list[bytes]:
+    """Where a program may lie, as execvp(3) searches for it."""
     if b"/" in program:
-        candidates = [program]
-    else:
-        folders = env.get(b"PATH", b"/usr/local/bin:/usr/bin:/bin").split(b":")
-        candidates = [(folder or b".") + b"/" + program for folder in folders]
+        return [program]
+    folders = env.get(b"PATH", b"/usr/local/bin:/usr/bin:/bin").split(b":")
+    return [(folder or b".") + b"/" + program for folder in folders]
+
+
+def _exec(argv: list[bytes], env: dict[bytes, bytes]) -> None:
+    """Replace this process by the first candidate that is a program."""
     denied: OSError | None = None
-    for path in candidates:
+    for path in _candidates(argv[0], env):
         try:
             os.execve(path, argv, env)  # noqa: S606
         except OSError as error:
