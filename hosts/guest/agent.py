@@ -14,7 +14,7 @@ from hosts.guest import identity, protocol
 from hosts.guest.contexts import Contexts
 from hosts.guest.doors import PortDoor, SocketDoor
 from hosts.guest.loop import Loop
-from hosts.guest.machine import Machine, RootDisk
+from hosts.guest.machine import Machine, Processes, RootDisk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def main() -> None:
     contexts = Contexts(
         loop, env=identity.environment(config), memory_bytes=os.sysconf("SC_PHYS_PAGES") * 4096
     )
-    machine = Machine(loop, RootDisk(), server, contexts).ops()
+    machine = Machine(loop, RootDisk(), server, contexts, Processes()).ops()
     serve(loop, contexts, machine, socket_path=protocol.AGENT_SOCKET, port_path=find_port())
     sys.stderr.write(f"sandkeep: agent ready after {_uptime()} s\n")
     loop.run()

@@ -50,6 +50,20 @@ _TOOLKIT = "/run/sandkeep/toolkit"
 _MIN_SPARE_BYTES = 128 * 1024 * 1024
 
 
+class Processes:
+    """All that runs in the guest but process 1 and the agent."""
+
+    def others(self) -> list[int]:
+        return other_processes()
+
+    def signal(self, number: int) -> None:
+        """Signal them all in one call, which new children of theirs cannot escape."""
+        try:
+            os.kill(-1, number)
+        except ProcessLookupError:
+            return  # there are none
+
+
 class RootDisk:
     """The mounted root file system on its device."""
 
@@ -94,8 +108,16 @@ class RootDisk:
 class Machine:
     """The operations of the host; each answers by calling `reply` once."""
 
-    def __init__(self, loop: Loop, disk: Disk, server: Server, contexts: Contexts) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        disk: Disk,
+        server: Server,
+        contexts: Contexts,
+        processes: Processes,
+    ) -> None:
         self._loop = loop
+        self._processes = processes
         self._disk = disk
         self._server = server
         self._contexts = contexts
@@ -189,27 +211,28 @@ class Machine:
     def _prepare_stop(self, params: dict[str, Any], reply: Reply) -> None:
         """End every process but this one and its parent, and leave the disk clean.
 
-        It stays frozen: what comes next is the end of the machine, or an explicit thaw.
+        It stays frozen: what comes next is the end of the machine, or an explicit thaw. Asked
+        again, it does the same again. What cannot be killed, as it waits for a device, is
+        left behind at the deadline: it can write no more once the disk is frozen. An agent
+        that is itself stopped or stuck does not answer, which the host bounds.
         """
         deadline_s = _number(params, "deadline_s", 0.1, MAX_FREEZE_S)
         started_s = time.monotonic()
         self._contexts.closed = True
         self._server.pause()
         self._thaw_now()  # what is to end may be waiting to write
-        others = other_processes()
-        _signal_all(others, signal.SIGTERM)
-        _signal_all(others, signal.SIGCONT)
+        self._processes.signal(signal.SIGTERM)
+        self._processes.signal(signal.SIGCONT)
         kill_at_s = started_s + min(5.0, deadline_s / 2)
         give_up_at_s = started_s + deadline_s
 
         def look() -> None:
             now_s = time.monotonic()
-            others = other_processes()
-            if not others or now_s >= give_up_at_s:
+            if not self._processes.others() or now_s >= give_up_at_s:
                 self._freeze_then(reply, for_good=True)
                 return
             if now_s >= kill_at_s:
-                _signal_all(others, signal.SIGKILL)
+                self._processes.signal(signal.SIGKILL)
             self._loop.later(_LOOK_EVERY_S, look)
 
         look()
@@ -303,14 +326,6 @@ def other_processes() -> list[int]:
         if not is_kernel_thread and fields[0] not in ("Z", "X"):
             found.append(int(name))
     return found
-
-
-def _signal_all(pids: list[int], number: int) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
 
 
 def _report_growth(answer: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ async def run(connection: asyncssh.SSHClientConnection, *argv: str, **params: An
     return out, err, frames[-1].document()["context"]["exit_code"]
 
 
-async def test_a_guest_from_its_boot_to_its_stop(guest: Guest) -> None:
+async def test_a_guest_through_a_stop_a_power_cut_and_a_fork_bomb(guest: Guest) -> None:
     with guest.running():
         async with await guest.connect() as connection:
             await check_identity(connection, guest)
@@ -57,11 +57,28 @@ async def test_a_guest_from_its_boot_to_its_stop(guest: Guest) -> None:
     assert checked.returncode == 0, checked.stdout
     assert "recovering journal" not in checked.stdout
 
-    with guest.running():
+    with guest.running(memory_mib=128):
         async with await guest.connect() as connection:
             out, _, code = await run(connection, "sha256sum", "-c", "/root/sums")
             assert (out, code) == (b"/usr/local/kept: OK\n", 0)
             assert (await run(connection, "ls", "/tmp"))[0] == b""
+            await check_lack_of_memory(connection)
+            await run(connection, "bash", "-c", "echo kept > /root/kept; sync")
+            await ask(
+                connection, op="context.create", id="writer",
+                argv=["bash", "-c", "while :; do date >> /root/log; sync /root/log; done"],
+            )  # fmt: skip
+
+    # Its plug was pulled.
+    with guest.running():
+        async with await guest.connect() as connection:
+            assert (await run(connection, "cat", "/root/kept"))[0] == b"kept\n"
+            await ask(
+                connection, op="context.create", id="bomb",
+                argv=["bash", "-c", "trap '' TERM; f() { f & f; }; ulimit -u 300; f"],
+            )  # fmt: skip
+        guest.channel.prepare_stop(60)
+    assert file_system_check(guest).returncode == 0
 
 
 async def check_identity(connection: asyncssh.SSHClientConnection, guest: Guest) -> None:
@@ -125,35 +142,14 @@ async def check_growth(connection: asyncssh.SSHClientConnection, guest: Guest) -
     assert time.monotonic() - started_s < 30
 
 
-async def test_a_guest_of_the_least_memory_boots_and_runs_commands(guest: Guest) -> None:
-    with guest.running(memory_mib=128):
-        async with await guest.connect() as connection:
-            assert await run(connection, "echo", "ok") == (b"ok\n", b"", 0)
-
-
-async def test_a_lack_of_memory_ends_the_command_that_causes_it(guest: Guest) -> None:
+async def check_lack_of_memory(connection: asyncssh.SSHClientConnection) -> None:
     script = "x = []\nwhile True: x.append(bytearray(1 << 22))"
-    with guest.running(memory_mib=192):
-        async with await guest.connect() as connection:
-            frames = await ask(
-                connection, op="context.run", id="hungry", argv=["python3", "-c", script]
-            )
-            context = frames[-1].document()["context"]
-            assert (context["exit_code"], context["oom_killed"]) == (137, True)
-            assert await run(connection, "echo", "ok") == (b"ok\n", b"", 0)
-
-
-async def test_a_guest_whose_plug_was_pulled_boots_with_what_was_synced(guest: Guest) -> None:
-    with guest.running():
-        async with await guest.connect() as connection:
-            await run(connection, "bash", "-c", "echo kept > /root/kept; sync")
-            await ask(
-                connection, op="context.create", id="writer",
-                argv=["bash", "-c", "while :; do date >> /root/log; sync /root/log; done"],
-            )  # fmt: skip
-    with guest.running():
-        async with await guest.connect() as connection:
-            assert (await run(connection, "cat", "/root/kept"))[0] == b"kept\n"
+    frames = await ask(
+        connection, op="context.run", id="hungry", argv=["python3", "-c", script]
+    )
+    context = frames[-1].document()["context"]
+    assert (context["exit_code"], context["oom_killed"]) == (137, True)
+    assert await run(connection, "echo", "ok") == (b"ok\n", b"", 0)
 
 
 def test_a_probe_tells_how_guests_are_run() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from hosts.guest.contexts import Contexts, Rejected
 from hosts.guest.loop import Loop
-from hosts.guest.machine import Machine
+from hosts.guest.machine import Machine, Processes
 
 GIB = 1024**3
 
@@ -48,14 +48,31 @@ class FakeServer:
     def resume(self) -> None: ...
 
 
+class FakeProcesses(Processes):
+    """Processes that end by TERM, by KILL, or as one in uninterruptible sleep never."""
+
+    def __init__(self, *, end_by: int | None = signal.SIGTERM) -> None:
+        self.end_by = end_by
+        self.signals: list[int] = []
+
+    def others(self) -> list[int]:
+        return [] if self.end_by in self.signals else [1234]
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
 class Asked:
     """A machine's loop, turned until an answer or a moment has come."""
 
     def __init__(self) -> None:
         self.loop = Loop()
         self.disk = FakeDisk()
-        contexts = Contexts(self.loop, env={}, memory_bytes=GIB)
-        self.ops = Machine(self.loop, self.disk, FakeServer(), contexts).ops()
+        self.processes = FakeProcesses()
+        self.contexts = Contexts(self.loop, env={}, memory_bytes=GIB)
+        self.ops = Machine(
+            self.loop, self.disk, FakeServer(), self.contexts, self.processes
+        ).ops()
 
     def ask(self, op: str, **params: Any) -> dict[str, Any]:
         answers: list[dict[str, Any]] = []
@@ -111,6 +128,35 @@ def test_a_thaw_calls_the_deadline_off(machine: Asked) -> None:
     over_at_s = time.monotonic() + 0.6
     machine.turn_until(lambda: time.monotonic() > over_at_s)
     assert machine.disk.thaws == thaws
+
+
+def test_stopping_ends_all_and_freezes_and_may_be_asked_again(machine: Asked) -> None:
+    for _ in range(2):
+        assert machine.ask("prepare_stop", deadline_s=5)["ok"]
+        assert machine.ask("stats")["frozen"]
+
+    assert signal.SIGKILL not in machine.processes.signals
+    assert machine.contexts.closed
+    machine.ask("thaw")
+    assert not machine.contexts.closed
+
+
+def test_stopping_kills_what_ignores_term(machine: Asked) -> None:
+    machine.processes.end_by = signal.SIGKILL
+
+    assert machine.ask("prepare_stop", deadline_s=1)["ok"]
+
+    assert machine.processes.signals[-1] == signal.SIGKILL
+
+
+def test_stopping_leaves_behind_what_cannot_be_killed(machine: Asked) -> None:
+    machine.processes.end_by = None
+    started_s = time.monotonic()
+
+    assert machine.ask("prepare_stop", deadline_s=1)["ok"]
+
+    assert time.monotonic() - started_s >= 1
+    assert machine.ask("stats")["frozen"]
 
 
 @pytest.mark.parametrize("size_bytes", [3 * GIB, 11 * GIB, -1, "4", True])
