@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from decimal import Decimal
 
 import httpx
@@ -128,14 +129,15 @@ def test_quick_commands_never_come_back_empty(sandbox: Sandbox) -> None:
 
 
 def test_a_command_can_be_followed_while_it_runs(sandbox: Sandbox) -> None:
-    with sandbox.cmd_stream("sh -c 'echo one; sleep 1; echo two >&2; exit 3'") as stream:
+    follow = sandbox.cmd_stream("sh -c 'echo one; sleep 1; echo two >&2; exit 3'")
+    with closing(follow) as stream:
         outputs = [(output.source, output.data) for output in stream.iter_outputs()]
         done = stream.wait()
 
     assert outputs == [("stdout", "one\n"), ("stderr", "two\n")]
     assert done.exit_code == 3
 
-    with sandbox.cmd_stream("true") as stream:
+    with closing(sandbox.cmd_stream("true")) as stream:
         assert stream.wait().exit_code == 0
 
 
