@@ -7,7 +7,7 @@
   // -- times, in the reader's zone ---------------------------------------------------------
   const exact = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
   const short = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
-  const UNITS = [["years", 2 * 31556952], ["months", 60 * 86400], ["d", 86400], ["h", 3600], ["min", 60]];
+  const UNITS = [["years", 2 * 31556952], ["months", 2 * 2629746], ["d", 86400], ["h", 3600], ["min", 60]];
   // From two of them on: "60 d" says more than "1 months".
   const LENGTHS = { years: 31556952, months: 2629746 };
   const span = (seconds) => {

@@ -26,7 +26,7 @@
       scales: { x: { range: [x[0] - 43200, x.at(-1) + 43200] }, y: { range: (_, __, max) => [0, max > 0 ? max * 1.15 : 1] } },
       axes: [
         { stroke: text, font, grid: { show: false }, ticks: { show: false }, values: (_, splits) => splits.map((ts) => new Date(ts * 1000).getUTCDate()), space: 40 },
-        { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false }, size: 64, values: (_, splits) => splits.map(dollars) },
+        { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false }, size: 78, values: (_, splits) => splits.map(dollars) },
       ],
       series: [
         { label: "Day", value: (_, ts) => (ts == null ? "–" : new Date(ts * 1000).toISOString().slice(0, 10)) },
