@@ -21,7 +21,8 @@ from hosts.guest.probe import known_accelerator
 from launch.progress import LaunchFailed
 
 BOOT_S = 600.0
-LOOK_S = 0.2
+# Each knock costs the guest a process; more of them, and it is busy with nothing else.
+KNOCK_EVERY_S = 1.0
 MOST_TRIED = 20
 BANNER = b"SSH-"
 
@@ -67,10 +68,10 @@ class PlainMachine:
             accelerator = f"tcg,tb-size={TRANSLATION_CACHE_MIB}"
             cpu, command_line = "max,la57=off", CMDLINE_EMULATED
         return [
-            *("qemu-system-x86_64", "-machine", "pc", "-accel", accelerator, "-cpu", cpu),
+            *("qemu-system-x86_64", "-machine", "q35,hpet=off"),
+            *("-accel", accelerator, "-cpu", cpu),
             *("-m", str(self.memory_mib), "-smp", "1", "-nodefaults", "-no-user-config"),
-            *("-no-reboot", "-no-hpet", "-display", "none"),
-            *("-serial", f"file:{folder}/serial.log"),
+            *("-no-reboot", "-display", "none", "-serial", f"file:{folder}/serial.log"),
             *("-kernel", str(images / KERNEL), "-initrd", str(images / INITRAMFS)),
             *("-append", command_line),
             *("-drive", f"file={folder}/disk.qcow2,if=none,id=root,format=qcow2"),
@@ -118,8 +119,10 @@ def await_banner(machine: "subprocess.Popen[bytes]", port: int, *, until: float)
             # QEMU itself takes each connection at once. What it does with one that came
             # before the guest listened varies, so there is always a fresh one as well.
             tried += _knock(port)
-            if _speaks_ssh(tried):
-                return
+            knock_at = time.monotonic() + KNOCK_EVERY_S
+            while (left_s := knock_at - time.monotonic()) > 0:
+                if _speaks_ssh(tried, within_s=left_s):
+                    return
             while len(tried) > MOST_TRIED:
                 tried.pop(0).close()
     finally:
@@ -131,14 +134,14 @@ def await_banner(machine: "subprocess.Popen[bytes]", port: int, *, until: float)
 def _knock(port: int) -> list[socket.socket]:
     """Return a new connection; none while QEMU itself has not started."""
     try:
-        return [socket.create_connection(("127.0.0.1", port), timeout=LOOK_S)]
+        return [socket.create_connection(("127.0.0.1", port), timeout=KNOCK_EVERY_S)]
     except OSError:
         return []
 
 
-def _speaks_ssh(tried: list[socket.socket]) -> bool:
-    """Look for a while whether one of them says so; drop those that were closed."""
-    for connection in select.select(tried, (), (), LOOK_S)[0]:
+def _speaks_ssh(tried: list[socket.socket], *, within_s: float) -> bool:
+    """Wait until one of them says so, or anything else; drop those that were closed."""
+    for connection in select.select(tried, (), (), within_s)[0]:
         try:
             if connection.recv(64).startswith(BANNER):
                 return True
