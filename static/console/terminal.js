@@ -44,7 +44,6 @@
       this.replay = 0;          // bytes of the replay that are still to come
       this.replaying = false;
       this.unacked = 0;
-      this.half = "";           // the first half of a character whose second is to come
       this.cover = null;
       this.banner = null;
       this.retry = null;
@@ -74,11 +73,6 @@
 
     // -- input ------------------------------------------------------------------------------
     typed(text) {
-      // A character beyond the basic plane may come in two halves, which are nothing apart.
-      text = this.half + text;
-      this.half = /[\uD800-\uDBFF]$/.test(text) ? text.slice(-1) : "";
-      if (this.half) text = text.slice(0, -1);
-      if (!text) return;
       if (this.replaying && REPLY.test(text)) return;
       if (!this.attached && this.cover?.act && text === "\r") { this.cover.act(); return; }
       this.send(encoder.encode(text));
