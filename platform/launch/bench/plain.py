@@ -21,10 +21,13 @@ from hosts.guest.probe import known_accelerator
 from launch.progress import LaunchFailed
 
 BOOT_S = 600.0
-# Each knock costs the guest a process; more of them, and it is busy with nothing else.
 KNOCK_EVERY_S = 1.0
-MOST_TRIED = 20
+# Each one costs an emulated guest half a second of CPU: more of them, and a guest that has
+# little would be busy with answering none in time.
+MOST_TRIED = 2
+GIVE_UP_S = 30.0
 BANNER = b"SSH-"
+READY = b"agent ready"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class PlainMachine:
             started = time.monotonic()
             with subprocess.Popen(command, stdin=subprocess.DEVNULL) as machine:
                 try:
+                    _await_agent(machine, folder / "serial.log", until=started + BOOT_S)
                     await_banner(machine, port, until=started + BOOT_S)
                     return time.monotonic() - started
                 finally:
@@ -105,6 +109,14 @@ def _free_port() -> int:
         return port
 
 
+def _await_agent(machine: "subprocess.Popen[bytes]", log: Path, *, until: float) -> None:
+    """Wait until the guest says that it has started sshd; before, there is none to ask."""
+    while time.monotonic() < until and machine.poll() is None:
+        if log.exists() and READY in log.read_bytes():
+            return
+        time.sleep(0.05)
+
+
 def await_banner(machine: "subprocess.Popen[bytes]", port: int, *, until: float) -> None:
     """Wait until a server on this port of the machine says that it speaks SSH.
 
@@ -112,18 +124,21 @@ def await_banner(machine: "subprocess.Popen[bytes]", port: int, *, until: float)
         LaunchFailed: the machine ended, or it is later than `until` (monotonic).
     """
     tried: list[socket.socket] = []
+    knocked_at = time.monotonic()
     try:
         while time.monotonic() < until:
             if machine.poll() is not None:
                 raise LaunchFailed(f"Plain QEMU ended with {machine.returncode}.")
             # QEMU itself takes each connection at once. What it does with one that came
-            # before the guest listened varies, so there is always a fresh one as well.
-            tried += _knock(port)
+            # before the guest listened varies, so there is a fresh one as well.
+            if len(tried) < MOST_TRIED:
+                tried += _knock(port)
+                knocked_at = time.monotonic()
             knock_at = time.monotonic() + KNOCK_EVERY_S
             while (left_s := knock_at - time.monotonic()) > 0:
                 if _speaks_ssh(tried, within_s=left_s):
                     return
-            while len(tried) > MOST_TRIED:
+            if len(tried) == MOST_TRIED and time.monotonic() > knocked_at + GIVE_UP_S:
                 tried.pop(0).close()
     finally:
         for connection in tried:
