@@ -122,6 +122,9 @@ class Stack:
         root = self.config.environment()
         web = ["-m", "uvicorn", "config.asgi:application", "--host", "127.0.0.1"]
         web += ["--port", self.config.env["WEB_PORT"], "--no-access-log", "--lifespan", "off"]
+        # It listens no more from the signal on, and commands may run for hours: their callers
+        # are told, and come back to the next process.
+        web += ["--timeout-graceful-shutdown", "3"]
         web += ["--http", "common.server:HttpProtocol"]
         worker = ["-m", "dramatiq", "config.worker", "--processes", "1"]
         worker += ["--threads", str(WORKER_THREADS)]

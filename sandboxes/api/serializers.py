@@ -121,6 +121,15 @@ class Resources(StrictSerializer):
     memory = MemoryField(required=False)
 
 
+class NoServicesField(serializers.ListField):
+    """An empty list, which the SDK sends of itself: services are not in this version."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        if data != []:
+            raise serializers.ValidationError("Services are not available in this version.")
+        return []
+
+
 class ClaimConfig(StrictSerializer):
     """`config` of a claim."""
 
@@ -129,6 +138,7 @@ class ClaimConfig(StrictSerializer):
     ttl = _span(default=0, help_text="Seconds until it is paused; 0 is never.")
     hard_ttl = _span(default=0, help_text="Seconds until it is deleted; 0 is never.")
     auto_resume = StrictBooleanField(default=True)
+    services = NoServicesField(required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         return _checked_spans(attrs)
@@ -148,8 +158,10 @@ class UpdateConfig(StrictSerializer):
     ttl = _span(required=False)
     hard_ttl = _span(required=False)
     auto_resume = StrictBooleanField(required=False)
+    services = NoServicesField(required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        attrs.pop("services", None)
         if "resources" in attrs and len(attrs) > 1:
             raise serializers.ValidationError(
                 {"resources": ["Change resources alone: it restarts the sandbox."]}

@@ -85,7 +85,7 @@ def test_its_config_is_kept(alice: APIClient) -> None:
         ({"env_vars": {"A": "x" * 300_000}}, "config.env_vars"),
         ({"network": {"mode": "block-all"}}, "config.network"),
         ({"webhook": {"url": "http://x"}}, "config.webhook"),
-        ({"services": []}, "config.services"),
+        ({"services": [{"id": "web", "port": 80}]}, "config.services"),
         ({"nonsense": 1}, "config.nonsense"),
         ([], "config"),
     ],
@@ -210,3 +210,12 @@ def test_a_claim_queues_the_boot_at_the_host(
         claim(alice)
 
     assert queue.queues[host.queue].qsize() == 1
+
+
+def test_no_services_are_what_the_sdk_asks_for_of_itself(alice: APIClient) -> None:
+    body = {"template": "default", "config": {"ttl": 60, "services": []}}
+
+    response = alice.post(URL, body, format="json")
+
+    assert response.status_code == 201
+    assert Sandbox.objects.get().ttl_s == 60

@@ -189,7 +189,7 @@ def test_a_ttl_beyond_the_hard_one_that_it_has_is_refused(
     [
         ({"resources": {"memory": "1Gi"}, "ttl": 5}, "config.resources"),
         ({"env_vars": {}}, "config.env_vars"),
-        ({"services": []}, "config.services"),
+        ({"services": [{"id": "web", "port": 80}]}, "config.services"),
         ({"network": {}}, "config.network"),
         ({"ttl": -1}, "config.ttl"),
     ],
