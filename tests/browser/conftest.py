@@ -97,7 +97,7 @@ class Person:
 
         self.wait(there, f"the text {text!r}", wait_s)
 
-    def in_terminal(self, text: str, wait_s: float = WAIT_S) -> None:
+    def in_terminal(self, text: str, wait_s: float = 4 * WAIT_S) -> None:
         """Wait until the terminal shows the text."""
 
         def there(_: object) -> bool:

@@ -64,7 +64,7 @@ def test_a_person_claims_types_pauses_edits_resumes_and_finds_it_all(member: Per
     member.open(f"{path}/terminal/")
     member.terminal_is_attached(BOOT_S)
     member.types_in_terminal("clear; uname -sr; df -h / | tail -1; cat /root/notes.txt")
-    member.in_terminal("and edited while asleep", 60)
+    member.in_terminal("and edited while asleep")
     member.photographs("resumed")
 
     saves_a_checkpoint(member, path)
