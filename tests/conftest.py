@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 from django.core.cache import cache
+from django.db import connection
 from django.test import Client
 from dramatiq.brokers.stub import StubBroker
+from pytest_django import DjangoDbBlocker
 from rest_framework.test import APIClient
 
 from accounts.models import ApiKey, Membership, Role, Team, User
@@ -23,6 +25,19 @@ from common.api import database
 from common.queue import broker
 
 PASSWORD = "correct horse battery"
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(
+    django_db_setup: None, django_db_blocker: DjangoDbBlocker
+) -> Iterator[None]:
+    """End what threads of other tests still hold before the database is dropped."""
+    yield
+    with django_db_blocker.unblock(), connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
 
 
 @pytest.fixture(autouse=True)
