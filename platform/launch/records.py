@@ -21,7 +21,13 @@ def main(base_image: Path) -> None:
     with step("This machine as a host"):
         call_command("register_host")
     with step("Default template"):
-        call_command("import_template", "default", str(base_image))
+        call_command(
+            "import_template",
+            "default",
+            str(base_image),
+            name="Debian",
+            description="A small Debian with Git, curl and Python, and room for the rest.",
+        )
 
 
 if __name__ == "__main__":
