@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +207,14 @@ def _pytest(
     config: Config, environment: Mapping[str, str], arguments: Sequence[str], stop: StopRequest
 ) -> int:
     """Run pytest in this terminal, and end it when we are asked to stop."""
-    command = [config.python, "-m", "pytest", "--durations=15", *arguments]
+    command = [
+        config.python,
+        "-m",
+        "pytest",
+        "--durations=15",
+        f"--basetemp={_temporary(config)}",
+    ]
+    command += arguments
     child = subprocess.Popen(command, env=environment, cwd=CHECKOUT)
     while not stop.is_set():
         try:
