@@ -34,6 +34,7 @@ from hosts.hypervisor import (
     HypervisorConfig,
 )
 from hosts.network import mac_of, tap_of
+from hosts.tsc import tsc_khz
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +201,7 @@ class LibvirtHypervisor:
             config_file=config_file,
             target=tap_of(self.config.network, spec.address),
             qemu_label=label,
+            tsc_khz=tsc_khz(),
         )
 
     def _write_config(self, directory: Path, config: bytes) -> Path:

@@ -130,3 +130,12 @@ def test_a_name_that_people_chose_cannot_break_the_description() -> None:
     assert title is not None
     assert title.startswith("</name><devices>xxx")
     assert len(title) == 100
+
+
+def test_an_emulated_kernel_is_told_how_fast_its_counter_ticks() -> None:
+    known = described(replace(CONTEXT, tsc_khz=2445406)).findtext("os/cmdline", "").split()
+    unknown = described(CONTEXT).findtext("os/cmdline", "").split()
+
+    assert {"tsc_early_khz=2445406", "tsc=reliable"} <= set(known)
+    assert "clocksource=acpi_pm" in unknown
+    assert "tsc=reliable" not in unknown
