@@ -206,16 +206,16 @@ def _platform_variables(stack: Stack) -> dict[str, str]:
 def _pytest(
     config: Config, environment: Mapping[str, str], arguments: Sequence[str], stop: StopRequest
 ) -> int:
-    """Run pytest in this terminal, and end it when we are asked to stop."""
-    command = [
-        config.python,
-        "-m",
-        "pytest",
-        "--durations=15",
-        f"--basetemp={_temporary(config)}",
-    ]
-    command += arguments
-    child = subprocess.Popen(command, env=environment, cwd=CHECKOUT)
+    """Run pytest in this terminal; return its exit code."""
+    command = [config.python, "-m", "pytest", "--durations=15", *arguments]
+    # A short path: among the files of tests are sockets, whose names are bounded.
+    with tempfile.TemporaryDirectory(prefix="sk-") as folder:
+        command.append(f"--basetemp={folder}/t")
+        return _await(subprocess.Popen(command, env=environment, cwd=CHECKOUT), stop)
+
+
+def _await(child: "subprocess.Popen[bytes]", stop: StopRequest) -> int:
+    """Wait until pytest ends; end it when we are asked to stop."""
     while not stop.is_set():
         try:
             return child.wait(timeout=0.5)
