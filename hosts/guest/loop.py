@@ -50,6 +50,10 @@ class Loop:
         self._signal_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGQUIT):
+            # A shell that starts us in the background ignores them, and commands inherit that.
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
         self.watch(self._signal_fd, READ, self._reap)
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None]) -> None:
