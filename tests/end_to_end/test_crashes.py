@@ -115,7 +115,7 @@ def test_a_waiting_caller_is_told_when_the_web_process_dies_and_the_command_ran_
 
     def wait() -> None:
         try:
-            sandbox.cmd("", CmdOptions(command=["sh", "-c", "echo x >> /root/runs; sleep 6"]))
+            sandbox.cmd("sh", CmdOptions(command=["sh", "-c", "echo x >> /root/runs; sleep 6"]))
         except Exception as error:
             failures.append(error)
 

@@ -103,7 +103,7 @@ def test_a_whole_life(
 def test_commands_give_what_a_shell_gives(sandbox: Sandbox) -> None:
     def run(*command: str, **options: object) -> tuple[int | None, str, str]:
         wanted = CmdOptions(command=list(command), **options)  # type: ignore[arg-type]
-        done = sandbox.cmd("", wanted)
+        done = sandbox.cmd(command[0], wanted)
         return done.exit_code, done.stdout or "", done.stderr or ""
 
     assert run("sh", "-c", "echo out; echo err >&2; exit 7") == (7, "out\n", "err\n")
