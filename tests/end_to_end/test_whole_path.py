@@ -128,6 +128,8 @@ def test_quick_commands_never_come_back_empty(sandbox: Sandbox) -> None:
     assert answers == [f"at once {number}\n" for number in range(30)]
 
 
+# The SDK opens its sockets in a way that newer websockets releases warn of.
+@pytest.mark.filterwarnings("ignore:connect.. must be used:DeprecationWarning")
 def test_a_command_can_be_followed_while_it_runs(sandbox: Sandbox) -> None:
     follow = sandbox.cmd_stream("sh -c 'echo one; sleep 1; echo two >&2; exit 3'")
     with closing(follow) as stream:
