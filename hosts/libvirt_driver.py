@@ -138,7 +138,12 @@ class LibvirtHypervisor:
         """
         until = time.monotonic() + RESUME_TIMEOUT_S
         while time.monotonic() < until:
-            domain.resume()
+            try:
+                domain.resume()
+            except libvirt.libvirtError:
+                # A guest that another worker starts stands still for a moment as well.
+                if _guest_state(domain) is GuestState.HALTED:
+                    raise
             time.sleep(RESUME_STEP_S)
             if _guest_state(domain) is not GuestState.HALTED:
                 log.info("guest %s goes on", uuid)
