@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hosts.fuse_setup import allow_other, open_device
 from hosts.libvirt_setup import configure
 from launch import processes
 from launch.config import Config
@@ -37,6 +38,8 @@ def ensure_running(config: Config) -> None:
         (SHARED / "users" / config.env["GUEST_NETWORK"]).touch()
         # Before it starts: libvirtd reads its configuration once.
         is_changed = configure()
+        open_device()
+        allow_other()
         if _answers() and not is_changed:
             return
         if SYSTEMD.exists():
