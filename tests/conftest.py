@@ -7,7 +7,8 @@ Async tests that use the database need `@pytest.mark.django_db(transaction=True)
 calls run in threads of their own, which see only what was committed.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,18 @@ from common.api import database
 from common.queue import broker
 
 PASSWORD = "correct horse battery"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail in CI what is skipped elsewhere: there, nothing that a test needs may be missing."""
+    report = yield
+    if report.skipped and os.environ.get("CI"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped, and nothing is in CI: {call.excinfo}"
+    return report
 
 
 @pytest.fixture(scope="session")
