@@ -90,6 +90,23 @@ class Placement(models.Model):
         return f"{self.guest_uuid} on {self.host_id}"
 
 
+class DataKey(models.Model):
+    """What one owner's objects are encrypted with, itself encrypted by the master key.
+
+    Without `wrapped` the key is destroyed, and with it all that it encrypted.
+    """
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    owner = models.CharField(max_length=64, unique=True, editable=False)
+    wrapped = models.BinaryField(null=True, editable=False)
+    master_key_id = models.CharField(max_length=64, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    destroyed_at = models.DateTimeField(null=True, editable=False)
+
+    def __str__(self) -> str:
+        return str(self.id)
+
+
 class Volume(models.Model):
     """A disk. Its content is `head`; at most one host writes to it at a time.
 
@@ -114,6 +131,24 @@ class Volume(models.Model):
         max_length=5, choices=Purpose, default=Purpose.NONE, blank=True, editable=False
     )
     files_ready_at = models.DateTimeField(null=True, editable=False)
+    owner = models.CharField(
+        max_length=64,
+        default="",
+        db_default="",
+        db_index=True,
+        editable=False,
+        help_text="Who is billed for what it stores; empty is the platform.",
+    )
+    key = models.ForeignKey(
+        DataKey,
+        models.PROTECT,
+        null=True,
+        related_name="volumes",
+        editable=False,
+        help_text="None: its objects were written before there was encryption.",
+    )
+    store_gets = models.PositiveBigIntegerField(default=0, db_default=0, editable=False)
+    store_puts = models.PositiveBigIntegerField(default=0, db_default=0, editable=False)
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     deleted_at = models.DateTimeField(null=True, editable=False)
 
@@ -137,6 +172,8 @@ class Generation(models.Model):
         BASE = "base", "base image"
         PAUSE = "pause", "pause"
         CHECKPOINT = "checkpoint", "checkpoint"
+        BACKGROUND = "background", "in the background"
+        RESTORE = "restore", "restored"
         FILES = "files", "files edited while paused"
 
     volume = models.ForeignKey(Volume, models.PROTECT, related_name="generations")
@@ -151,6 +188,9 @@ class Generation(models.Model):
     stored_bytes = models.PositiveBigIntegerField(
         default=0, help_text="Kept for this volume alone: its base is not counted."
     )
+    start_blocks = models.BinaryField(
+        null=True, help_text="Learned: what is read in the first seconds of a start."
+    )
     created_at = models.DateTimeField(default=timezone.now)
 
     class Meta:
@@ -163,3 +203,29 @@ class Generation(models.Model):
 
     def __str__(self) -> str:
         return f"{self.volume_id}@{self.number}"
+
+
+class StoredObject(models.Model):
+    """An object that a commit of a volume put into the store, until it is deleted there.
+
+    `dead_at` is when the collector first found that no live root names it; it is not billed
+    from then on.
+    """
+
+    volume = models.ForeignKey(Volume, models.PROTECT, related_name="objects_stored")
+    key = models.CharField(max_length=120, unique=True)
+    size_bytes = models.PositiveBigIntegerField()
+    created_at = models.DateTimeField(default=timezone.now)
+    dead_at = models.DateTimeField(null=True)
+
+    class Meta:
+        indexes = (
+            models.Index(
+                fields=["dead_at"],
+                name="stored_object_dead",
+                condition=models.Q(dead_at__isnull=False),
+            ),
+        )
+
+    def __str__(self) -> str:
+        return self.key
