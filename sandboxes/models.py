@@ -18,6 +18,55 @@ DEFAULT_MEMORY_BYTES = 512 * MiB
 ID_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 
 
+class Cut(models.Model):
+    """A committed state of a sandbox's disk that somebody waits for.
+
+    Wanted by a request; the generation is found or made by the sandbox's host. The row keeps
+    its generation from being thinned out until `keep_until`.
+    """
+
+    class State(models.TextChoices):
+        WANTED = "wanted"
+        DONE = "done"
+        FAILED = "failed"
+
+    class Consistency(models.TextChoices):
+        FILESYSTEM = "filesystem", "the file system was synced and frozen"
+        CRASH = "crash", "as after a power failure"
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    sandbox = models.ForeignKey("Sandbox", models.CASCADE, related_name="cuts")
+    consistency = models.CharField(
+        max_length=10, choices=Consistency, default=Consistency.FILESYSTEM
+    )
+    state = models.CharField(max_length=6, choices=State, default=State.WANTED)
+    generation = models.ForeignKey(
+        Generation, models.PROTECT, null=True, related_name="cuts", editable=False
+    )
+    error = models.CharField(max_length=300, blank=True)
+    requested_at = models.DateTimeField(default=timezone.now)
+    ended_at = models.DateTimeField(null=True)
+    keep_until = models.DateTimeField(null=True)
+
+    class Meta:
+        constraints = (
+            models.CheckConstraint(
+                name="cut_that_is_done_has_a_generation",
+                condition=~Q(state="done") | Q(generation__isnull=False),
+            ),
+        )
+        indexes = (
+            models.Index(
+                fields=["sandbox", "requested_at"],
+                name="cut_wanted",
+                condition=Q(state="wanted"),
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.sandbox_id} {self.state}"
+
+
 class TemplateQuerySet(models.QuerySet["Template"]):
     def visible_to(self, team: Team) -> Self:
         """Return the public templates and the team's own."""
@@ -27,8 +76,15 @@ class TemplateQuerySet(models.QuerySet["Template"]):
 class Template(models.Model):
     """What a sandbox starts from: a generation of a disk, and defaults.
 
-    `spec` is the wire's SandboxTemplateSpec, kept as it is answered.
+    `spec` is the wire's SandboxTemplateSpec, kept as it is answered. One that is made from a
+    sandbox or an upload has a `creation`; others are ready from the start.
     """
+
+    class Creation(models.TextChoices):
+        NONE = ""
+        CREATING = "creating"
+        READY = "ready"
+        FAILED = "failed"
 
     team = models.ForeignKey(Team, models.CASCADE, null=True, related_name="templates")
     template_id = models.CharField(max_length=255)
@@ -39,6 +95,17 @@ class Template(models.Model):
     )
     # Says which image file it was imported from, so that the same one is not imported twice.
     source = models.CharField(max_length=200, blank=True, editable=False)
+    creation = models.CharField(
+        max_length=8, choices=Creation, default="", db_default="", blank=True, editable=False
+    )
+    creation_error = models.CharField(
+        max_length=300, default="", db_default="", blank=True, editable=False
+    )
+    captured_at = models.DateTimeField(null=True, editable=False)
+    completed_at = models.DateTimeField(null=True, editable=False)
+    cut = models.ForeignKey(
+        Cut, models.SET_NULL, null=True, related_name="templates", editable=False
+    )
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     updated_at = models.DateTimeField(auto_now=True)
 
@@ -88,7 +155,8 @@ class Sandbox(models.Model):
             ▼           │  └────────┘ └─────────┴────────────┘   (a resume that failed)
           failed        └──► resuming                            (its guest died)
 
-    and from each of them to terminating, then deleted.
+    and from each of them to terminating, then deleted. A sandbox that starts or resumes may
+    do so anew, on another host: its own was lost.
     """
 
     class State(models.TextChoices):
@@ -116,6 +184,22 @@ class Sandbox(models.Model):
     template = models.ForeignKey(Template, models.SET_NULL, null=True, related_name="sandboxes")
     template_name = models.CharField(max_length=255)
     volume = models.OneToOneField(Volume, models.PROTECT, related_name="sandbox")
+    parent = models.ForeignKey(
+        "self",
+        models.SET_NULL,
+        null=True,
+        related_name="forks",
+        editable=False,
+        help_text="The sandbox that it was forked from.",
+    )
+    snapshot = models.ForeignKey(
+        "Snapshot",
+        models.SET_NULL,
+        null=True,
+        related_name="sandboxes",
+        editable=False,
+        help_text="What it was claimed from, or restored to last.",
+    )
 
     state = models.CharField(max_length=12, choices=State, default=State.STARTING)
     state_changed_at = models.DateTimeField(default=timezone.now)
@@ -226,7 +310,12 @@ ACTIVE = (
 
 _ENDS = {Sandbox.State.TERMINATING}
 TRANSITIONS: dict[Sandbox.State, set[Sandbox.State]] = {
-    Sandbox.State.STARTING: {Sandbox.State.RUNNING, Sandbox.State.FAILED} | _ENDS,
+    Sandbox.State.STARTING: {
+        Sandbox.State.STARTING,
+        Sandbox.State.RUNNING,
+        Sandbox.State.FAILED,
+    }
+    | _ENDS,
     Sandbox.State.RUNNING: {Sandbox.State.PAUSING, Sandbox.State.RESUMING} | _ENDS,
     Sandbox.State.PAUSING: {
         Sandbox.State.PAUSED,
@@ -235,7 +324,12 @@ TRANSITIONS: dict[Sandbox.State, set[Sandbox.State]] = {
     }
     | _ENDS,
     Sandbox.State.PAUSED: {Sandbox.State.RESUMING} | _ENDS,
-    Sandbox.State.RESUMING: {Sandbox.State.RUNNING, Sandbox.State.PAUSED} | _ENDS,
+    Sandbox.State.RESUMING: {
+        Sandbox.State.RESUMING,
+        Sandbox.State.RUNNING,
+        Sandbox.State.PAUSED,
+    }
+    | _ENDS,
     Sandbox.State.FAILED: _ENDS,
     Sandbox.State.TERMINATING: {Sandbox.State.DELETED},
     Sandbox.State.DELETED: set(),
@@ -278,15 +372,91 @@ class Run(models.Model):
         return f"{self.sandbox_id}:{self.runtime_generation}"
 
 
+class SnapshotQuerySet(models.QuerySet["Snapshot"]):
+    def of(self, team: Team) -> Self:
+        return self.filter(team=team)
+
+    def present(self) -> Self:
+        """Return those that a client can still see."""
+        return self.filter(
+            Q(expires_at=None) | Q(expires_at__gt=timezone.now()), deleted_at=None
+        )
+
+
+class Snapshot(models.Model):
+    """A named generation of a sandbox's disk, kept until it is deleted or expires.
+
+    It needs nothing of its sandbox, whose row stays for its name alone. A deleted one lets
+    its generation go.
+    """
+
+    id = models.CharField(max_length=55, primary_key=True, editable=False)
+    team = models.ForeignKey(Team, models.PROTECT, related_name="snapshots")
+    sandbox = models.ForeignKey(Sandbox, models.PROTECT, related_name="snapshots")
+    created_by = models.ForeignKey(
+        settings.AUTH_USER_MODEL, models.SET_NULL, null=True, related_name="+"
+    )
+    name = models.CharField(max_length=255, blank=True)
+    description = models.CharField(max_length=2000, blank=True)
+    generation = models.ForeignKey(
+        Generation, models.PROTECT, null=True, related_name="snapshots", editable=False
+    )
+    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    expires_at = models.DateTimeField(null=True)
+    deleted_at = models.DateTimeField(null=True, editable=False)
+
+    objects = SnapshotQuerySet.as_manager()
+
+    class Meta:
+        constraints = (
+            models.CheckConstraint(
+                name="present_snapshot_has_a_generation",
+                condition=Q(deleted_at__isnull=False) | Q(generation__isnull=False),
+            ),
+        )
+        indexes = (
+            models.Index(fields=["sandbox", "-created_at"], name="snapshot_by_sandbox"),
+            models.Index(fields=["team", "-created_at"], name="snapshot_by_team"),
+            models.Index(
+                fields=["expires_at"],
+                name="snapshot_by_expiry",
+                condition=Q(expires_at__isnull=False, deleted_at=None),
+            ),
+        )
+
+    def __str__(self) -> str:
+        return self.name or self.id
+
+
+class FileView(models.Model):
+    """A past generation of a sandbox that is open, or being opened, for its files.
+
+    The volume is a disk of its own whose head is that generation, and which a host has
+    attached; nothing that is written to it is ever kept.
+    """
+
+    sandbox = models.ForeignKey(Sandbox, models.CASCADE, related_name="file_views")
+    generation = models.OneToOneField(
+        Generation, models.PROTECT, related_name="file_view", editable=False
+    )
+    volume = models.OneToOneField(Volume, models.PROTECT, related_name="file_view")
+    error = models.CharField(max_length=300, blank=True)
+    created_at = models.DateTimeField(default=timezone.now)
+
+    def __str__(self) -> str:
+        return f"{self.sandbox_id}: {self.generation_id}"
+
+
 class ClaimRecord(models.Model):
-    """A claim that carried an Idempotency-Key: the same key finds the same sandbox."""
+    """A request that carried an Idempotency-Key: the same key finds what it made before."""
 
     KEPT_DAYS: ClassVar[int] = 7
 
     team = models.ForeignKey(Team, models.CASCADE, related_name="+")
     key = models.CharField(max_length=255)
     body_digest = models.CharField(max_length=64)
-    sandbox = models.ForeignKey(Sandbox, models.CASCADE, related_name="+")
+    sandbox = models.ForeignKey(Sandbox, models.CASCADE, null=True, related_name="+")
+    template = models.ForeignKey(Template, models.CASCADE, null=True, related_name="+")
     created_at = models.DateTimeField(default=timezone.now)
 
     class Meta:
@@ -298,6 +468,11 @@ class ClaimRecord(models.Model):
 
     def __str__(self) -> str:
         return self.key
+
+
+def new_snapshot_id() -> str:
+    """Return `rootfs-snapshot-<20 random>`."""
+    return "rootfs-snapshot-" + "".join(secrets.choice(ID_ALPHABET) for _ in range(20))
 
 
 def new_sandbox_id(cluster_key: str, template_id: str) -> str:
