@@ -112,6 +112,25 @@ def attach_volume(volume_id: UUID, *, host: Host, purpose: Volume.Purpose) -> Vo
         return volume
 
 
+def seize_volume(volume_id: UUID, *, host: Host) -> Volume:
+    """Take a volume from a host that is lost, and the right to publish with it.
+
+    The epoch goes up at once, and not only when the next host attaches it: from here on
+    nothing that the old one still stores can become the head.
+    """
+    with transaction.atomic():
+        volume = Volume.objects.select_for_update().get(pk=volume_id)
+        if volume.attached_host_id == host.pk:
+            volume.epoch += 1
+            volume.attached_host = None
+            volume.attached_for = Volume.Purpose.NONE
+            volume.files_ready_at = None
+            volume.save(
+                update_fields=["epoch", "attached_host", "attached_for", "files_ready_at"]
+            )
+        return volume
+
+
 def detach_volume(volume_id: UUID, *, epoch: int) -> None:
     """Take the right back that was given with this epoch. Does nothing if it is gone."""
     Volume.objects.filter(pk=volume_id, epoch=epoch).update(

@@ -12,7 +12,7 @@ from django.utils import timezone
 from accounts.models import Team
 from billing.models import MeterInterval
 from billing.services import close_interval, open_interval
-from hosts.models import Placement
+from hosts.models import Host, Placement
 from hosts.services import detach_volume, place, release_place
 from sandboxes.errors import QuotaExceeded
 from sandboxes.events import announce
@@ -20,6 +20,8 @@ from sandboxes.models import Run, Sandbox
 
 MEMORY = MeterInterval.Meter.MEMORY
 State = Sandbox.State
+
+HOST_LOST = "Its host was lost; it goes on from what was stored last."
 
 
 def lock_team(team: Team) -> Team:
@@ -113,8 +115,12 @@ def refuse_pause(sandbox: Sandbox, reason: str) -> None:
         announce(sandbox)
 
 
-def end_pause(sandbox: Sandbox, *, epoch: int) -> None:
-    """Note that everything is committed: the sandbox sleeps, its host is free of it."""
+def end_pause(sandbox: Sandbox, *, epoch: int, error: str = "") -> None:
+    """Note that everything is committed: the sandbox sleeps, its host is free of it.
+
+    Args:
+        error: why some of it is not, where the host that had it is lost.
+    """
     now = timezone.now()
     with transaction.atomic():
         sandbox.move_to(
@@ -125,6 +131,7 @@ def end_pause(sandbox: Sandbox, *, epoch: int) -> None:
             runtime_id="",
             health="",
             expires_at=None,
+            last_error=error,
         )
         _leave_host(sandbox, epoch=epoch)
         end_run(sandbox, now, "paused")
@@ -207,6 +214,33 @@ def begin_recovery(sandbox: Sandbox, reason: str) -> None:
             health="",
         )
         close_interval(subject_id=sandbox.id, meter=MEMORY, at=now)
+        announce(sandbox)
+
+
+def relocate(sandbox: Sandbox, *, lost_host: Host) -> None:
+    """Start a sandbox on another host, from its head, since its own is lost.
+
+    Its volume was seized before. Billed until the host was last heard of.
+
+    Raises:
+        NoCapacity: no other host has room; nothing has changed.
+        WrongState: it moved on meanwhile.
+    """
+    last_seen_at = lost_host.seen_at or timezone.now()
+    with transaction.atomic():
+        release_place(sandbox.uuid)
+        placement = _place(sandbox)
+        end_run(sandbox, last_seen_at, "host lost")
+        is_new = sandbox.state == State.STARTING
+        sandbox.move_to(
+            State.STARTING if is_new else State.RESUMING,
+            runtime_generation=sandbox.runtime_generation + 1,
+            host=placement.host,
+            address=placement.address,
+            last_error=HOST_LOST,
+            health="",
+        )
+        close_interval(subject_id=sandbox.id, meter=MEMORY, at=last_seen_at)
         announce(sandbox)
 
 

@@ -124,8 +124,11 @@ def _boot(sandbox: Sandbox) -> None:
     volume = attach_volume(sandbox.volume_id, host=host, purpose=Volume.Purpose.RUN)
     sandbox.volume = volume
     assert volume.head is not None
-    disk = local.disks().attach(volume.pk, root_key=volume.head.root_key, epoch=volume.epoch)
     with local.hypervisor() as hypervisor:
+        _end_earlier_life(volume, sandbox.uuid, hypervisor)
+        disk = local.disks().attach(
+            volume.pk, root_key=volume.head.root_key, epoch=volume.epoch
+        )
         hypervisor.start(guest_spec(sandbox, disk_socket=disk.socket))
         try:
             _make_ready(sandbox, hypervisor)
@@ -133,6 +136,13 @@ def _boot(sandbox: Sandbox) -> None:
             hypervisor.destroy(sandbox.uuid)
             raise
         _go_live(sandbox, hypervisor, disk)
+
+
+def _end_earlier_life(volume: Volume, uuid: UUID, hypervisor: Hypervisor) -> None:
+    """Destroy a guest that runs on since this host was thought lost, on an older disk."""
+    for disk in local.disks().attached():
+        if disk.volume_id == volume.pk and disk.epoch < volume.epoch:
+            hypervisor.destroy(uuid)
 
 
 def _make_ready(sandbox: Sandbox, hypervisor: Hypervisor) -> None:

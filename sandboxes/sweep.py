@@ -18,6 +18,7 @@ from common.errors import DomainError
 from common.queue import send_to
 from hosts.models import Host
 from sandboxes import actors, services
+from sandboxes.host_loss import HostWatch, leave_host
 from sandboxes.models import Sandbox
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Sweeper:
     def __init__(self) -> None:
         self._hinted_at: dict[tuple[str, str], datetime] = {}
         self._done_at: dict[Callable[[], None], float] = {}
+        self._host_watch = HostWatch()
 
     def sweep(self) -> None:
         """Do what is due now. One part that fails does not keep the others from it."""
@@ -57,6 +59,7 @@ class Sweeper:
             (self.repeat_hints, 5.0),
             (watch_hosts, WATCH_EVERY_S),
             (close_orphaned_intervals, 5.0),
+            (self.leave_lost_hosts, 5.0),
             (services.forget_old_claims, FORGET_EVERY_S),
         ):
             now = time.monotonic()
@@ -83,6 +86,11 @@ class Sweeper:
                 actors.send(HINTS[State(sandbox.state)], host.queue, sandbox.id)
         horizon = now - 3 * HINT_AFTER
         self._hinted_at = {k: at for k, at in self._hinted_at.items() if at > horizon}
+
+    def leave_lost_hosts(self) -> None:
+        """Let sandboxes go on elsewhere whose host has been silent for too long."""
+        for host in self._host_watch.lost():
+            leave_host(host)
 
 
 def end_expired() -> None:

@@ -73,7 +73,7 @@ class Watcher:
             record_heartbeat(host, _report(hypervisor))
             guests = set(hypervisor.guests())
             follow_ups = list(self._see_to_running(host, guests, hypervisor))
-            self._end_strays(guests, hypervisor)
+            self._end_strays(host, guests, hypervisor)
         follow_ups += _see_to_files(host)
         _drop_left_over_disks(host)
         return follow_ups
@@ -123,10 +123,10 @@ class Watcher:
         log.warning("sandbox %s is started again: %s", sandbox.id, reason)
         return True
 
-    def _end_strays(self, guests: set[UUID], hypervisor: Hypervisor) -> None:
-        """Destroy guests that no sandbox wants to run, seen twice in a row."""
+    def _end_strays(self, host: Host, guests: set[UUID], hypervisor: Hypervisor) -> None:
+        """Destroy guests that no sandbox wants to run here, seen twice in a row."""
         wanted = set(
-            Sandbox.objects.filter(uuid__in=guests)
+            Sandbox.objects.filter(uuid__in=guests, host=host)
             .exclude(state__in=(State.PAUSED, State.DELETED, State.FAILED))
             .values_list("uuid", flat=True)
         )

@@ -249,6 +249,9 @@ PLATFORM_PUBLIC_KEY = env.text("PLATFORM_PUBLIC_KEY", "")
 EMULATED_CPU_FACTOR = env.integer("EMULATED_CPU_FACTOR", 8)
 # How long a request that needs a guest waits for it to wake before it is told to come back.
 WAKE_TIMEOUT_S = env.integer("WAKE_TIMEOUT_S", 120)
+# A host that is silent for this long, while others are heard, is lost: its sandboxes go on
+# elsewhere from what was stored last. 0: never; an operator says so in the admin pages.
+HOST_LOST_AFTER_S = env.integer("HOST_LOST_AFTER_S", 180)
 
 LOGGING = {
     "version": 1,
