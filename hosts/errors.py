@@ -136,3 +136,32 @@ class GuestBusy(Unavailable):
 
     def __str__(self) -> str:
         return f"Guest {self.uuid} is being acted on."
+
+
+class HeadMoved(Refused):
+    """A commit was made from a generation that is no longer the volume's head."""
+
+    code = "head_moved"
+
+    def __init__(self, volume_id: UUID) -> None:
+        super().__init__(f"Volume {volume_id} has moved on since this commit began.")
+        self.volume_id = volume_id
+
+
+class ObjectsCollected(Refused):
+    """A commit names objects that have been given up; it has to be made anew."""
+
+    code = "objects_collected"
+
+    def __init__(self, volume_id: UUID) -> None:
+        super().__init__(f"A commit of volume {volume_id} names objects that are collected.")
+        self.volume_id = volume_id
+
+
+class GenerationGone(Refused):
+    """The state of a disk that was asked for has just been given up."""
+
+    code = "generation_gone"
+
+    def __init__(self) -> None:
+        super().__init__("That state of the disk is no longer kept.")

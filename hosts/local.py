@@ -14,10 +14,12 @@ from django.conf import settings
 
 from hosts.errors import GuestBusy
 from hosts.hypervisor import Accelerator, Hypervisor, HypervisorConfig
+from hosts.keys import DatabaseKeys
 from hosts.libvirt_driver import LibvirtHypervisor
 from hosts.models import Host
 from hosts.paused_files import PausedFiles, PausedFilesConfig
 from hosts.volumes.disks import Disks, DisksConfig
+from hosts.volumes.keys import Keyring
 from hosts.volumes.store import S3ObjectStore, StoreConfig
 
 
@@ -44,6 +46,11 @@ def object_store() -> S3ObjectStore:
     return S3ObjectStore(store_config())
 
 
+def keyring() -> Keyring:
+    """Return the keys of volumes, for one piece of work."""
+    return Keyring(DatabaseKeys())
+
+
 @cache
 def disks() -> Disks:
     """Return the disks that are attached to this host."""
@@ -53,6 +60,7 @@ def disks() -> Disks:
             state_dir=settings.STATE_DIR,
             store=store_config(),
             cache_budget_bytes=settings.CACHE_BUDGET_BYTES,
+            keys=DatabaseKeys(),
             user=settings.DISK_USER or None,
             socket_group=settings.SOCKET_GROUP or None,
         )

@@ -6,7 +6,7 @@ from typing import Self
 
 from django.core.validators import MinValueValidator
 from django.db import models
-from django.db.models import F
+from django.db.models import F, Value
 from django.utils import timezone
 
 # Three missed heartbeats of two seconds, and some slack for a busy machine.
@@ -93,7 +93,8 @@ class Placement(models.Model):
 class DataKey(models.Model):
     """What one owner's objects are encrypted with, itself encrypted by the master key.
 
-    Without `wrapped` the key is destroyed, and with it all that it encrypted.
+    `wrapped` is empty until the first host needs the key, and again once it is destroyed,
+    and with it all that it encrypted.
     """
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
@@ -149,6 +150,19 @@ class Volume(models.Model):
     )
     store_gets = models.PositiveBigIntegerField(default=0, db_default=0, editable=False)
     store_puts = models.PositiveBigIntegerField(default=0, db_default=0, editable=False)
+    attachment_gets = models.PositiveBigIntegerField(
+        default=0,
+        db_default=0,
+        editable=False,
+        help_text="Of this attachment, and in store_gets already.",
+    )
+    packs_to_rewrite = models.JSONField(
+        default=list,
+        db_default=Value([], models.JSONField()),
+        blank=True,
+        editable=False,
+        help_text="Keys of packs with little left alive: the next commit empties them.",
+    )
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     deleted_at = models.DateTimeField(null=True, editable=False)
 
@@ -220,6 +234,12 @@ class StoredObject(models.Model):
 
     class Meta:
         indexes = (
+            models.Index(
+                fields=["volume"],
+                include=["size_bytes"],
+                name="stored_pack_live",
+                condition=models.Q(dead_at=None, key__startswith="packs/"),
+            ),
             models.Index(
                 fields=["dead_at"],
                 name="stored_object_dead",

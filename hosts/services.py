@@ -1,17 +1,31 @@
 """Placing guests on the fleet, and who may write to a volume."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from ipaddress import IPv4Address, IPv4Network
 from uuid import UUID
 
-from django.db import transaction
+from django.db import connection, transaction
 from django.db.models import F
 from django.utils import timezone
 
-from hosts.errors import NoCapacity, StaleEpoch, VolumeBusy
-from hosts.models import Generation, Host, Placement, Volume
+from hosts.errors import (
+    GenerationGone,
+    HeadMoved,
+    NoCapacity,
+    ObjectsCollected,
+    StaleEpoch,
+    VolumeBusy,
+)
+from hosts.keys import data_key_of
+from hosts.models import Generation, Host, Placement, StoredObject, Volume
 from hosts.network import addresses
+from hosts.volumes.commit import Commit
+from hosts.volumes.naming import ObjectName, parse_key
+
+OBJECTS_BATCH = 1000
+"""Rows that one statement writes: a large import has tens of thousands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +99,45 @@ def release_place(guest_uuid: UUID) -> None:
             )
 
 
+def new_volume(*, owner: str, head: Generation | None = None) -> Volume:
+    """Make a volume, empty or with the content of a generation, which is not copied.
+
+    Its objects are encrypted with its owner's key. To be called in the transaction that
+    found the generation: it stays from here on.
+
+    Args:
+        owner: who is billed for what it stores; empty is the platform.
+
+    Raises:
+        GenerationGone: the generation was given up a moment ago.
+        KeyDestroyed: the owner's key was destroyed with the owner.
+    """
+    with transaction.atomic():
+        if head is not None:
+            keep_generation(head)
+        return Volume.objects.create(owner=owner, key=data_key_of(owner), head=head)
+
+
+def keep_generation(generation: Generation) -> None:
+    """Keep a generation from being given up until the transaction ends.
+
+    Others may read and name it meanwhile. Whoever makes anything of a generation calls
+    this before it copies its root key.
+
+    Raises:
+        GenerationGone: it was given up a moment ago.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT root_key FROM hosts_generation WHERE id = %s FOR KEY SHARE",
+            [generation.pk],
+        )
+        row = cursor.fetchone()
+    if row is None:
+        raise GenerationGone
+    generation.root_key = row[0]
+
+
 def attach_volume(volume_id: UUID, *, host: Host, purpose: Volume.Purpose) -> Volume:
     """Give a host the right to write to a volume, under a new epoch.
 
@@ -104,11 +157,25 @@ def attach_volume(volume_id: UUID, *, host: Host, purpose: Volume.Purpose) -> Vo
             if volume.attached_host_id != host.pk or volume.attached_for != purpose:
                 raise VolumeBusy(volume.pk, volume.attached_host_id)
             return volume
+        if volume.head_id is not None:
+            # Waits for a repacking that moves its root, and keeps the next one away.
+            volume.head = Generation.objects.select_for_update(no_key=True).get(
+                pk=volume.head_id
+            )
         volume.epoch += 1
         volume.attached_host = host
         volume.attached_for = purpose
         volume.files_ready_at = None
-        volume.save(update_fields=["epoch", "attached_host", "attached_for", "files_ready_at"])
+        volume.attachment_gets = 0
+        volume.save(
+            update_fields=[
+                "epoch",
+                "attached_host",
+                "attached_for",
+                "files_ready_at",
+                "attachment_gets",
+            ]
+        )
         return volume
 
 
@@ -145,6 +212,70 @@ def mark_files_ready(volume_id: UUID, *, epoch: int, at: datetime | None) -> Non
     )
 
 
+def publish_commit(
+    volume_id: UUID,
+    *,
+    epoch: int,
+    kind: Generation.Kind,
+    commit: Commit,
+    start_blocks: bytes | None = None,
+) -> Generation:
+    """Move a volume's head to what a commit has stored; the same commit changes nothing.
+
+    Raises:
+        StaleEpoch: the volume was given to someone else since.
+        HeadMoved: the commit was not made from its head.
+        ObjectsCollected: the collector has given up an object that the commit put.
+    """
+    with transaction.atomic():
+        volume = _publishable(volume_id, epoch)
+        head = volume.head
+        if head is not None and head.root_key == commit.root_key:
+            return head
+        if (None if head is None else head.root_key) != commit.base_root_key:
+            raise HeadMoved(volume_id)
+        _record_objects(volume, commit.objects)
+        return publish_generation(
+            volume_id,
+            epoch=epoch,
+            kind=kind,
+            root_key=commit.root_key,
+            size_bytes=commit.size_bytes,
+            blocks_changed=commit.blocks_changed,
+            uploaded_bytes=commit.uploaded_bytes,
+            index_bytes=commit.index_bytes,
+            stored_bytes=commit.stored_bytes,
+            start_blocks=start_blocks,
+        )
+
+
+def _publishable(volume_id: UUID, epoch: int) -> Volume:
+    volume = (
+        Volume.objects.select_for_update(of=("self",)).select_related("head").get(pk=volume_id)
+    )
+    if volume.epoch != epoch or volume.deleted_at is not None:
+        raise StaleEpoch(volume_id, epoch)
+    return volume
+
+
+def _record_objects(volume: Volume, objects: Sequence[tuple[str, int]]) -> None:
+    """Say what the volume stores from now on, and count the requests that put it there."""
+    for at in range(0, len(objects), OBJECTS_BATCH):
+        batch = objects[at : at + OBJECTS_BATCH]
+        StoredObject.objects.bulk_create(
+            [StoredObject(volume=volume, key=key, size_bytes=size) for key, size in batch],
+            ignore_conflicts=True,
+        )
+        given_up = StoredObject.objects.filter(
+            key__in=[key for key, _ in batch], dead_at__isnull=False
+        )
+        if given_up.exists():
+            raise ObjectsCollected(volume.pk)
+    Volume.objects.filter(pk=volume.pk).update(
+        store_puts=F("store_puts") + len(objects), packs_to_rewrite=[]
+    )
+
+
 def publish_generation(
     volume_id: UUID,
     *,
@@ -156,22 +287,18 @@ def publish_generation(
     uploaded_bytes: int = 0,
     index_bytes: int = 0,
     stored_bytes: int = 0,
+    start_blocks: bytes | None = None,
 ) -> Generation:
     """Move a volume's head to a new generation; the same root again changes nothing.
 
-    To be called when every object that the root names is stored, and never before.
+    For a root that another generation, kept by `keep_generation`, has already; a commit is
+    published by `publish_commit`.
 
     Raises:
         StaleEpoch: the volume was given to someone else since.
     """
     with transaction.atomic():
-        volume = (
-            Volume.objects.select_for_update(of=("self",))
-            .select_related("head")
-            .get(pk=volume_id)
-        )
-        if volume.epoch != epoch or volume.deleted_at is not None:
-            raise StaleEpoch(volume_id, epoch)
+        volume = _publishable(volume_id, epoch)
         if volume.head is not None and volume.head.root_key == root_key:
             return volume.head
         generation = Generation.objects.create(
@@ -185,10 +312,28 @@ def publish_generation(
             uploaded_bytes=uploaded_bytes,
             index_bytes=index_bytes,
             stored_bytes=stored_bytes,
+            start_blocks=start_blocks,
         )
         volume.head = generation
         volume.save(update_fields=["head"])
         return generation
+
+
+def packs_to_rewrite(volume_id: UUID) -> frozenset[ObjectName]:
+    """Return the packs that the collector would like the volume's next commit to empty."""
+    keys = Volume.objects.values_list("packs_to_rewrite", flat=True).get(pk=volume_id)
+    return frozenset(parse_key(key)[1] for key in keys)
+
+
+def count_gets(volume_id: UUID, *, epoch: int, requests: int) -> None:
+    """Note how often an attached volume has asked the object store since it was attached.
+
+    Args:
+        requests: all of this attachment; those that were told before count once.
+    """
+    Volume.objects.filter(pk=volume_id, epoch=epoch, attachment_gets__lt=requests).update(
+        store_gets=F("store_gets") + requests - F("attachment_gets"), attachment_gets=requests
+    )
 
 
 def record_heartbeat(host: Host, report: HostReport) -> None:

@@ -12,7 +12,7 @@ from accounts.models import ApiKey, Team, User
 from accounts.services import Doer, record_event
 from hosts.errors import NoCapacity
 from hosts.models import Host, Volume
-from hosts.services import attach_volume, place
+from hosts.services import attach_volume, new_volume, place
 from sandboxes import actors, lifecycle
 from sandboxes.errors import (
     BadLimit,
@@ -85,7 +85,7 @@ def claim_sandbox(
         sandbox.host = placement.host
         sandbox.address = placement.address
         # The head of the template's disk: nothing is copied.
-        sandbox.volume = Volume.objects.create(head=template.generation)
+        sandbox.volume = new_volume(owner=str(team.pk), head=template.generation)
         _insert(sandbox)
         if idempotency_key is not None:
             ClaimRecord.objects.create(

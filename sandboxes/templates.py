@@ -7,8 +7,8 @@ from django.db import transaction
 
 from common.units import MiB
 from hosts import local
-from hosts.models import Generation, Volume
-from hosts.services import publish_generation
+from hosts.models import Generation
+from hosts.services import new_volume, publish_commit
 from hosts.volumes.commit import import_image
 from sandboxes.models import Template
 
@@ -40,21 +40,18 @@ def import_public_template(
     if current is not None and current.source == source and current.is_ready:
         return current, False
 
-    volume = Volume.objects.create()
+    # The platform's own: its key is shared by all who start from it.
+    volume = new_volume(owner="")
     commit = import_image(
-        image, volume_id=volume.pk, store=local.object_store(), size_bytes=size_bytes
+        image,
+        volume_id=volume.pk,
+        store=local.object_store(),
+        size_bytes=size_bytes,
+        keyring=local.keyring(),
     )
     with transaction.atomic():
-        generation = publish_generation(
-            volume.pk,
-            epoch=volume.epoch,
-            kind=Generation.Kind.BASE,
-            root_key=commit.root_key,
-            size_bytes=commit.size_bytes,
-            blocks_changed=commit.blocks_changed,
-            uploaded_bytes=commit.uploaded_bytes,
-            index_bytes=commit.index_bytes,
-            stored_bytes=commit.stored_bytes,
+        generation = publish_commit(
+            volume.pk, epoch=volume.epoch, kind=Generation.Kind.BASE, commit=commit
         )
         template, _ = Template.objects.update_or_create(
             team=None,

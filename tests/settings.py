@@ -12,6 +12,7 @@ from config.settings import *  # noqa: F403
 from config.settings import REDIS_URL
 
 DEBUG = False
+MASTER_KEY = "c2FuZGtlZXAgdGVzdHMsIDMyIGJ5dGVzLCBubyBrZXk="
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 EMAIL_BACKEND = "django.core.mail.backends.locmem.EmailBackend"
 # Look static files up when asked: a scan of them all for every test client is slow.

@@ -1,4 +1,4 @@
-"""Blocks, the unit of storage: 64 KiB of a device, kept compressed in a pack."""
+"""Blocks, the unit of storage: 64 KiB of a device, kept compressed and sealed in a pack."""
 
 import threading
 
@@ -6,10 +6,14 @@ import zstandard
 
 from common.units import KiB
 from hosts.volumes.errors import Corrupt
+from hosts.volumes.keys import SEAL_BYTES, Sealer
 from hosts.volumes.naming import content_digest
 
 BLOCK_BYTES = 64 * KiB
 """Also the cluster size of the overlays, so that a cluster is exactly a block."""
+
+MAX_STORED_BYTES = BLOCK_BYTES + SEAL_BYTES
+"""The most that a block takes in a pack."""
 
 ZERO_BLOCK = bytes(BLOCK_BYTES)
 
@@ -63,22 +67,24 @@ def decompress(frame: bytes, limit_bytes: int) -> bytes:
     return data
 
 
-def encode_block(block: bytes) -> bytes:
-    """Encode a block for a pack: compressed, or as it is when that is not smaller.
+def encode_block(block: bytes, sealer: Sealer | None) -> bytes:
+    """Encode a block for a pack: compressed, or as it is when that is not smaller, sealed.
 
-    So a stored length of `BLOCK_BYTES` says "not compressed".
+    So a content of `BLOCK_BYTES` says "not compressed".
     """
     frame = compress(block)
-    return frame if len(frame) < BLOCK_BYTES else block
+    content = frame if len(frame) < BLOCK_BYTES else block
+    return content if sealer is None else sealer.seal("packs", content)
 
 
-def decode_block(stored: bytes, digest: bytes) -> bytes:
+def decode_block(stored: bytes, digest: bytes, sealer: Sealer | None) -> bytes:
     """Give back the block, checked against its content hash.
 
     Raises:
         Corrupt: these bytes are not that block.
     """
-    block = stored if len(stored) == BLOCK_BYTES else decompress(stored, BLOCK_BYTES)
+    content = stored if sealer is None else sealer.open("packs", stored)
+    block = content if len(content) == BLOCK_BYTES else decompress(content, BLOCK_BYTES)
     if len(block) != BLOCK_BYTES or content_digest(block) != digest:
         raise Corrupt("A block is not what its hash says.")
     return block

@@ -3,8 +3,12 @@
     packs  →  leaves  →  root  →  (the caller moves the head)
 
 Never the other way round, so a root in the store names only what is there. What is written
-depends on nothing but the content, in order: doing it again gives the same names, and the
-store keeps what it has.
+depends on nothing but the base and the content, in order: doing it again gives the same
+names, and the store keeps what it has.
+
+Every object holds the hash of the root that the commit is based on. So once the head has
+moved on, nobody will ever again put an object of an earlier name and publish it: that is
+what makes it safe to delete what no root names (see `collect`).
 """
 
 import os
@@ -25,6 +29,7 @@ from hosts.volumes.failpoints import reach
 from hosts.volumes.index import (
     LEAF_BLOCKS,
     MAX_LEAF_BYTES,
+    NO_PARENT,
     Entry,
     Leaf,
     LeafRef,
@@ -32,7 +37,8 @@ from hosts.volumes.index import (
     Root,
     check_device_size,
 )
-from hosts.volumes.naming import ObjectName, content_digest, parse_key
+from hosts.volumes.keys import Keyring
+from hosts.volumes.naming import Kind, ObjectName, content_digest, parse_key
 from hosts.volumes.objects import ObjectReader, ObjectStore
 from hosts.volumes.qcow2 import Overlay, open_overlay
 from hosts.volumes.reader import load_leaf
@@ -66,6 +72,10 @@ class Commit:
     """Leaves and root."""
     stored_bytes: int
     """What the generation retains in this volume's own packs; a shared base is not in it."""
+    base_root_key: str | None = None
+    """What it was made from; None for the first."""
+    objects: tuple[tuple[str, int], ...] = ()
+    """Key and size in bytes of every object that the commit put: packs, leaves, root."""
 
 
 class LeafSource(Protocol):
@@ -74,17 +84,25 @@ class LeafSource(Protocol):
     def __call__(self, ref: LeafRef) -> Leaf: ...
 
 
-def load_root(reader: ObjectReader, key: str) -> Root:
+def load_root(reader: ObjectReader, key: str, keyring: Keyring) -> Root:
     """Read a root and check it.
 
     Raises:
         Corrupt: the store holds something else under its name.
+        KeyDestroyed: nobody can read it any more.
     """
     kind, name = parse_key(key)
     body = reader.get(key)
     if kind != "roots" or content_digest(body) != name.digest:
         raise Corrupt(f"{key} is not what its name says.")
-    return Root.decode(body)
+    return open_root(body, name, keyring)
+
+
+def open_root(body: bytes, name: ObjectName, keyring: Keyring) -> Root:
+    """Decode a root whose name has been checked, and learn the keys that it needs."""
+    root = Root.decode(keyring.open("roots", name.volume, body))
+    keyring.learn(root.volumes())
+    return root
 
 
 def import_image(
@@ -93,6 +111,7 @@ def import_image(
     volume_id: UUID,
     store: ObjectStore,
     size_bytes: int,
+    keyring: Keyring,
     epoch: int = 0,
     cache: ObjectCache | None = None,
     progress: Progress | None = None,
@@ -114,7 +133,9 @@ def import_image(
         volume_id=volume_id,
         epoch=epoch,
         base=Root(size_bytes),
+        base_root_key=None,
         read_leaf=_no_leaf,
+        keyring=keyring,
         cache=cache,
     ) as writer:
         fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
@@ -161,6 +182,7 @@ def commit_overlays(
     epoch: int,
     store: ObjectStore,
     cache: ObjectCache,
+    keyring: Keyring,
 ) -> Commit | None:
     """Write the changes of overlays over their base as a new generation.
 
@@ -177,10 +199,10 @@ def commit_overlays(
         StoreUnavailable: call again; what was uploaded is found.
         Corrupt: an overlay or the base is not what it should be.
     """
-    base = Root.decode(cache.whole(base_root_key))
+    base = open_root(cache.whole(base_root_key), parse_key(base_root_key)[1], keyring)
 
     def read_leaf(ref: LeafRef) -> Leaf:
-        return load_leaf(cache, base, ref)
+        return load_leaf(cache, keyring, base, ref)
 
     with ExitStack() as stack:
         layers = [stack.enter_context(open_overlay(path)) for path in overlays]
@@ -192,7 +214,9 @@ def commit_overlays(
                 volume_id=volume_id,
                 epoch=epoch,
                 base=base,
+                base_root_key=base_root_key,
                 read_leaf=read_leaf,
+                keyring=keyring,
                 cache=cache,
             )
         )
@@ -225,16 +249,24 @@ class _Writer:
         volume_id: UUID,
         epoch: int,
         base: Root,
+        base_root_key: str | None,
         read_leaf: LeafSource,
+        keyring: Keyring,
         cache: ObjectCache | None,
     ) -> None:
         self._volume_id = volume_id
         self._epoch = epoch
         self._base = base
+        self._base_root_key = base_root_key
+        self._parent = (
+            NO_PARENT if base_root_key is None else parse_key(base_root_key)[1].digest
+        )
         self._read_leaf = read_leaf
-        self._root = base.copy()
+        self._keyring = keyring
+        self._sealer = keyring.sealer(volume_id.bytes)
+        self._root = base.child(None if self._sealer is None else self._parent)
         self._uploads = _Uploads(store, cache)
-        self._pack = _OpenPack()
+        self._pack = _OpenPack(self._parent)
         self._leaf_number = -1
         self._leaf = Leaf.empty()
         self._changes: dict[int, dict[int, Entry | None]] = {}
@@ -261,7 +293,7 @@ class _Writer:
         if before is not None and before.digest == digest:
             return
         self.blocks_changed += 1
-        self._pack.add(leaf_number, slot, encode_block(block), digest)
+        self._pack.add(leaf_number, slot, encode_block(block, self._sealer), digest)
         if self._pack.is_full():
             self._close_pack()
 
@@ -289,7 +321,7 @@ class _Writer:
         for leaf_number, slot, offset, length, digest in self._pack.entries:
             self._change(leaf_number, slot, Entry(name, offset, length, digest))
         self._uploads.start(name.key("packs"), body)
-        self._pack = _OpenPack()
+        self._pack = _OpenPack(self._parent)
         self._encode_leaves(before=self._leaf_number)
 
     def _encode_leaves(self, *, before: int) -> None:
@@ -299,7 +331,10 @@ class _Writer:
             new = old.changed(self._changes.pop(number))
             self._account(old.live_bytes(), -1)
             self._account(new.live_bytes(), 1)
-            self._encoded[number] = new.encode() if new else None
+            self._encoded[number] = self._seal("leaves", new.encode()) if new else None
+
+    def _seal(self, kind: Kind, data: bytes) -> bytes:
+        return data if self._sealer is None else self._sealer.seal(kind, data)
 
     def _account(self, live: Mapping[ObjectName, int], sign: int) -> None:
         for pack, count in live.items():
@@ -314,7 +349,7 @@ class _Writer:
         self._put_leaves()
         reach("commit.leaves")
         self._update_packs()
-        body = self._root.encode()
+        body = self._seal("roots", self._root.encode())
         root_key = ObjectName.of(self._volume_id, self._epoch, body).key("roots")
         self._uploads.put(root_key, body)
         reach("commit.root")
@@ -327,6 +362,8 @@ class _Writer:
             packs=len(self._stored),
             index_bytes=index_bytes,
             stored_bytes=self._root.own_live_bytes(self._volume_id.bytes),
+            base_root_key=self._base_root_key,
+            objects=tuple(self._uploads.objects),
         )
 
     def _put_leaves(self) -> None:
@@ -346,12 +383,12 @@ class _Writer:
             self._put_leaf_object(batch)
 
     def _put_leaf_object(self, leaves: Mapping[int, bytes]) -> None:
-        body = b"".join(leaves.values())
+        body = self._parent + b"".join(leaves.values())
         name = ObjectName.of(self._volume_id, self._epoch, body)
         self._uploads.put(name.key("leaves"), body)
         self._root.objects[name] = len(body)
         self._index_bytes += len(body)
-        at = 0
+        at = len(self._parent)
         for number, leaf in leaves.items():
             assert len(leaf) <= MAX_LEAF_BYTES
             self._root.leaves[number] = LeafRef(name, at, len(leaf), content_digest(leaf))
@@ -371,8 +408,8 @@ class _OpenPack:
 
     MAGIC = b"SKPACK\0\1"
 
-    def __init__(self) -> None:
-        self.body = bytearray(self.MAGIC)
+    def __init__(self, parent: bytes) -> None:
+        self.body = bytearray(self.MAGIC + parent)
         self.entries: list[tuple[int, int, int, int, bytes]] = []
 
     def add(self, leaf_number: int, slot: int, stored: bytes, digest: bytes) -> None:
@@ -393,6 +430,8 @@ class _Uploads:
         self._room = BoundedSemaphore(UPLOADS)
         self._failed = Event()
         self._started: list[Future[None]] = []
+        self.objects: list[tuple[str, int]] = []
+        """Key and size in bytes of what was asked for, in order."""
 
     def start(self, key: str, body: bytes) -> None:
         """Put an object in the background, once there is room.
@@ -400,6 +439,7 @@ class _Uploads:
         Raises:
             StoreUnavailable: an earlier one failed, so there is no use in going on.
         """
+        self.objects.append((key, len(body)))
         self._room.acquire()
         if self._failed.is_set():
             self._room.release()
@@ -409,7 +449,7 @@ class _Uploads:
 
     def _put_and_release(self, key: str, body: bytes) -> None:
         try:
-            self.put(key, body)
+            self._put(key, body)
         except BaseException:
             self._failed.set()
             raise
@@ -418,6 +458,10 @@ class _Uploads:
 
     def put(self, key: str, body: bytes) -> None:
         """Put an object now."""
+        self.objects.append((key, len(body)))
+        self._put(key, body)
+
+    def _put(self, key: str, body: bytes) -> None:
         self._store.put_new(key, body)
         if self._cache is not None:
             self._cache.put(key, body)

@@ -7,17 +7,19 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
 from hosts.volumes.cache import ObjectCache
-from hosts.volumes.commit import Commit, commit_overlays
+from hosts.volumes.commit import Commit, commit_overlays, open_root
 from hosts.volumes.disk_state import DiskState
 from hosts.volumes.errors import NotAttached, OverlayMismatch, StaleEpoch, Uncommitted
 from hosts.volumes.export_daemon import ExportDaemon
 from hosts.volumes.failpoints import reach
 from hosts.volumes.index import Root
+from hosts.volumes.keys import Keyring, KeySource, PlainKeys
+from hosts.volumes.naming import parse_key
 from hosts.volumes.objects import ObjectStore, StoreConfig
 from hosts.volumes.qcow2 import open_overlay
 from hosts.volumes.qmp import Qmp, QmpRefused
@@ -44,6 +46,8 @@ class DisksConfig:
     cache_budget_bytes: int
     user: str | None = None
     """The unprivileged user of nbdkit and qemu-storage-daemon, when we are root."""
+    keys: KeySource = field(default_factory=PlainKeys)
+    """Knows what the volumes' objects are encrypted with."""
     socket_group: str | None = None
     """The group that may open a disk's socket: QEMU's."""
 
@@ -157,7 +161,7 @@ class Disk:
 
     def _record(self, root_key: str, epoch: int) -> None:
         """Begin a disk: its root is read before anything is made."""
-        root = Root.decode(self._cache.whole(root_key))
+        root = self._open_root(root_key, Keyring(self._config.keys))
         # Not the daemons' own: they open what we made, and cannot put anything there.
         self._overlay_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._overlay_dir.chmod(0o711)
@@ -182,7 +186,17 @@ class Disk:
 
     def _ensure_export(self) -> None:
         self.export.offer(self._require().root_key, self._cache)
-        self.export.ensure(self._config.store)
+        self.export.ensure(self._config.store, self._export_keys)
+
+    def _export_keys(self) -> Keyring:
+        """Give the keys that an export of the disk's generations will ever need."""
+        keyring = Keyring(self._config.keys)
+        self._open_root(self._require().root_key, keyring)
+        keyring.learn([self.volume_id.bytes])
+        return keyring
+
+    def _open_root(self, root_key: str, keyring: Keyring) -> Root:
+        return open_root(self._cache.whole(root_key), parse_key(root_key)[1], keyring)
 
     def _start_daemon(self, state: DiskState) -> None:
         self._unmount()
@@ -266,6 +280,7 @@ class Disk:
             epoch=state.epoch,
             store=self._store,
             cache=self._cache,
+            keyring=Keyring(self._config.keys),
         )
         if commit is None:
             state.drop_lowest(count)

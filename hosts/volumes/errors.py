@@ -1,5 +1,7 @@
 """What can go wrong with a volume, told apart by who can act on it."""
 
+from uuid import UUID
+
 from common.errors import Refused, Unavailable
 
 
@@ -23,6 +25,26 @@ class Corrupt(Refused):
     """Bytes that we read are not what their name or their format promises."""
 
     code = "volume_corrupt"
+
+
+class KeyDestroyed(Refused):
+    """The key of a volume was destroyed with its team: what it held is gone for ever."""
+
+    code = "key_destroyed"
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(f"The key of {owner or 'the platform'} was destroyed.")
+        self.owner = owner
+
+
+class KeyMissing(Refused):
+    """Nobody here knows the key of a volume."""
+
+    code = "key_missing"
+
+    def __init__(self, volume_id: UUID) -> None:
+        super().__init__(f"There is no key for volume {volume_id}.")
+        self.volume_id = volume_id
 
 
 class NotAttached(Refused):

@@ -8,6 +8,7 @@ the others, and the storage daemon opens it by name.
 
 import os
 import pwd
+from collections.abc import Callable
 from pathlib import Path
 
 import zstandard
@@ -15,6 +16,7 @@ import zstandard
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.daemons import daemon_pid, end_daemon, plain_environment, start_daemon
 from hosts.volumes.exports import ExportConfig, root_file
+from hosts.volumes.keys import Keyring
 from hosts.volumes.objects import StoreConfig
 
 THREADS = 16
@@ -51,8 +53,13 @@ class ExportDaemon:
             if path != kept:
                 path.unlink(missing_ok=True)
 
-    def ensure(self, store: StoreConfig) -> None:
-        """Start it unless it runs."""
+    def ensure(self, store: StoreConfig, keyring: Callable[[], Keyring]) -> None:
+        """Start it unless it runs.
+
+        Args:
+            keyring: gives the keys of every volume that its generations will name. A
+                commit names none that its base did not, but for the disk's own.
+        """
         if self.is_running():
             return
         if not self.fetched.exists():
@@ -67,6 +74,7 @@ class ExportDaemon:
             fetched=str(self.fetched),
             log=str(log),
             store=store,
+            keys=keyring().in_hex(),
         )
         self._write(config, settings.text().encode())
         self.socket.unlink(missing_ok=True)

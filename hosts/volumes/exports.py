@@ -8,13 +8,14 @@ import mmap
 import os
 import struct
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Self
 
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.errors import Corrupt
 from hosts.volumes.index import Root
+from hosts.volumes.keys import Keyring, keys_from_hex
 from hosts.volumes.naming import content_digest, parse_key
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.reader import ReaderMemory, VolumeReader
@@ -34,6 +35,8 @@ class ExportConfig:
     fetched: str
     log: str
     store: StoreConfig
+    keys: dict[str, str | None] = field(default_factory=dict, repr=False)
+    """In hex, of every volume that the generations name; see `keys.Keyring.in_hex`."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -56,6 +59,7 @@ class Exports:
             on_fetch=FetchCounter(Path(config.fetched)).add,
         )
         self._memory = ReaderMemory(cache)
+        self._keyring = Keyring(keys_from_hex(config.keys))
 
     def open(self, root_key: str) -> VolumeReader:
         """Open the generation with this root.
@@ -63,10 +67,12 @@ class Exports:
         Raises:
             Corrupt: its file is not what the key says.
         """
+        name = parse_key(root_key)[1]
         body = root_file(self._roots, root_key).read_bytes()
-        if content_digest(body) != parse_key(root_key)[1].digest:
+        if content_digest(body) != name.digest:
             raise Corrupt("The root of an export is not what its key says.")
-        return VolumeReader(Root.decode(body), self._memory)
+        root = Root.decode(self._keyring.open("roots", name.volume, body))
+        return VolumeReader(root, self._memory, self._keyring)
 
 
 def root_file(folder: Path, root_key: str) -> Path:

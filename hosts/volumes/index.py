@@ -1,6 +1,6 @@
 """The index of a generation: a root that lists leaves, leaves that map blocks to packs.
 
-    root ── size of the device
+    root ── size of the device, hash of the root that it was made from
          ├─ packs:   name, stored bytes, live bytes     for every pack that a leaf names
          ├─ objects: name, bytes                        the objects that hold the leaves
          └─ leaves:  number → object, offset, length, hash
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from common.units import MiB
-from hosts.volumes.blocks import BLOCK_BYTES, compress, decompress
+from hosts.volumes.blocks import BLOCK_BYTES, MAX_STORED_BYTES, compress, decompress
 from hosts.volumes.errors import Corrupt
 from hosts.volumes.naming import DIGEST_BYTES, NAME_BYTES, ObjectName
 
@@ -32,7 +32,13 @@ MAX_ROOT_BYTES = 256 * MiB
 """Decoded. A full 64 TiB device has 262,144 leaves (8 MiB) and about 4 million packs."""
 
 _LEAF_MAGIC = b"SKLEAF\0\1"
-_ROOT_MAGIC = b"SKROOT\0\1"
+_ROOT_MAGIC = b"SKROOT\0\2"
+_OLD_ROOT_MAGIC = b"SKROOT\0\1"
+"""Without a parent: what the release before wrote, and its exports can still read."""
+
+NO_PARENT = bytes(DIGEST_BYTES)
+"""What the first generation of a volume was made from."""
+
 _PACK_NUMBERS = struct.Struct(f"<{LEAF_BLOCKS}H")
 _WORDS = struct.Struct(f"<{LEAF_BLOCKS}I")
 _OFFSETS_AT = _PACK_NUMBERS.size
@@ -110,7 +116,7 @@ class Leaf:
 
     def _check(self) -> None:
         numbers, _, lengths = self._columns_as_numbers()
-        if max(lengths) > BLOCK_BYTES:
+        if max(lengths) > MAX_STORED_BYTES:
             raise Corrupt("A leaf has an entry that is longer than a block.")
         top = max((n for n, length in zip(numbers, lengths, strict=True) if length), default=-1)
         if top >= len(self._packs):
@@ -198,13 +204,24 @@ class Root:
     """A generation: self-contained, so that no other root is needed to read it."""
 
     size_bytes: int
+    parent: bytes | None = None
+    """Hash in the name of the root that it was made from, so that no root comes twice in
+    the life of a disk, whatever was written and taken back. None in volumes of the release
+    before, which knew none."""
     packs: dict[ObjectName, PackUse] = field(default_factory=dict)
     objects: dict[ObjectName, int] = field(default_factory=dict)
     """Objects that hold leaves, and their lengths in bytes."""
     leaves: dict[int, LeafRef] = field(default_factory=dict)
 
-    def copy(self) -> "Root":
-        return Root(self.size_bytes, dict(self.packs), dict(self.objects), dict(self.leaves))
+    def child(self, parent: bytes | None) -> "Root":
+        """Begin a generation that is made from this one, whose name has this hash."""
+        return Root(
+            self.size_bytes, parent, dict(self.packs), dict(self.objects), dict(self.leaves)
+        )
+
+    def volumes(self) -> set[bytes]:
+        """List the volumes whose objects it names: its own, its base's, those it came from."""
+        return {name.volume for name in self.packs} | {name.volume for name in self.objects}
 
     def own_live_bytes(self, volume: bytes) -> int:
         """Sum what this generation retains in packs of one volume: what its owner pays for."""
@@ -215,14 +232,18 @@ class Root:
         packs = sorted((name, use) for name, use in self.packs.items() if use.live_bytes)
         needed = sorted({ref.object for ref in self.leaves.values()})
         numbers = {name: number for number, name in enumerate(needed)}
-        parts = [_ROOT_HEAD.pack(self.size_bytes, len(packs), len(needed), len(self.leaves))]
+        parts = [
+            self.parent or b"",
+            _ROOT_HEAD.pack(self.size_bytes, len(packs), len(needed), len(self.leaves)),
+        ]
         parts += [_ROOT_PACK.pack(name.pack(), *use) for name, use in packs]
         parts += [_ROOT_OBJECT.pack(name.pack(), self.objects[name]) for name in needed]
         parts += [
             _ROOT_LEAF.pack(number, numbers[ref.object], ref.offset, ref.length, ref.digest)
             for number, ref in sorted(self.leaves.items())
         ]
-        return _ROOT_MAGIC + compress(b"".join(parts))
+        magic = _OLD_ROOT_MAGIC if self.parent is None else _ROOT_MAGIC
+        return magic + compress(b"".join(parts))
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
@@ -231,9 +252,12 @@ class Root:
         Raises:
             Corrupt: it is not that.
         """
-        if body[:8] != _ROOT_MAGIC:
+        if body[:8] not in (_ROOT_MAGIC, _OLD_ROOT_MAGIC):
             raise Corrupt("Not a root.")
         raw = decompress(body[8:], MAX_ROOT_BYTES)
+        parent = None
+        if body[:8] == _ROOT_MAGIC:
+            parent, raw = raw[:DIGEST_BYTES], raw[DIGEST_BYTES:]
         if len(raw) < _ROOT_HEAD.size:
             raise Corrupt("A root is cut short.")
         size_bytes, packs, objects, leaves = _ROOT_HEAD.unpack_from(raw)
@@ -243,7 +267,7 @@ class Root:
         if len(raw) != leaves_at + leaves * _ROOT_LEAF.size:
             raise Corrupt("A root has the wrong length.")
         check_device_size(size_bytes)
-        root = cls(size_bytes)
+        root = cls(size_bytes, parent)
         for name, stored, live in _ROOT_PACK.iter_unpack(raw[packs_at:objects_at]):
             root.packs[ObjectName.unpack(name)] = PackUse(stored, live)
         for name, length in _ROOT_OBJECT.iter_unpack(raw[objects_at:leaves_at]):

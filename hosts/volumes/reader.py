@@ -11,6 +11,7 @@ from hosts.volumes.blocks import BLOCK_BYTES, decode_block
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.errors import Corrupt
 from hosts.volumes.index import LEAF_BLOCKS, Entry, Leaf, LeafRef, Root
+from hosts.volumes.keys import Keyring
 from hosts.volumes.naming import content_digest
 
 MEMORY_BLOCKS = 48
@@ -28,7 +29,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def load_leaf(cache: ObjectCache, root: Root, ref: LeafRef) -> Leaf:
+def load_leaf(cache: ObjectCache, keyring: Keyring, root: Root, ref: LeafRef) -> Leaf:
     """Read a leaf and check it.
 
     Raises:
@@ -40,7 +41,7 @@ def load_leaf(cache: ObjectCache, root: Root, ref: LeafRef) -> Leaf:
             key, ref.offset, ref.length, root.objects[ref.object], fresh=attempt > 0
         )
         if content_digest(body) == ref.digest:
-            return Leaf.decode(body)
+            return Leaf.decode(keyring.open("leaves", ref.object.volume, body))
     raise Corrupt(f"A leaf in {key} is not what its hash says.")
 
 
@@ -56,9 +57,10 @@ class ReaderMemory:
 class VolumeReader:
     """Reads one generation through the cache. Thread-safe."""
 
-    def __init__(self, root: Root, memory: ReaderMemory) -> None:
+    def __init__(self, root: Root, memory: ReaderMemory, keyring: Keyring) -> None:
         self.size_bytes = root.size_bytes
         self._root = root
+        self._keyring = keyring
         self._cache = memory.cache
         self._blocks = memory.blocks
         self._leaves = memory.leaves
@@ -89,8 +91,11 @@ class VolumeReader:
         ref = self._root.leaves.get(leaf_number)
         if ref is None:
             return None
-        leaf = self._leaves.get(ref.digest, lambda: load_leaf(self._cache, self._root, ref))
+        leaf = self._leaves.get(ref.digest, lambda: self._load_leaf(ref))
         return leaf[slot]
+
+    def _load_leaf(self, ref: LeafRef) -> Leaf:
+        return load_leaf(self._cache, self._keyring, self._root, ref)
 
     def _block(self, number: int) -> bytes | None:
         entry = self._entry(number)
@@ -100,13 +105,14 @@ class VolumeReader:
 
     def _load_block(self, entry: Entry) -> bytes:
         key = entry.pack.key("packs")
+        sealer = self._keyring.sealer(entry.pack.volume)
         error: Corrupt | None = None
         for attempt in range(TRIES):
             stored = self._cache.read(
                 key, entry.offset, entry.length, self._pack_bytes(entry), fresh=attempt > 0
             )
             try:
-                return decode_block(stored, entry.digest)
+                return decode_block(stored, entry.digest, sealer)
             except Corrupt as wrong:
                 error = wrong
         raise Corrupt(f"A block of {key} is not what its hash says.") from error

@@ -234,6 +234,18 @@ IMAGES_DIR = Path(env.text("IMAGES_DIR", str(STATE_DIR / "images")))
 CACHE_BUDGET_BYTES = env.integer("CACHE_BUDGET_BYTES", 10 * GiB)
 DISK_USER = env.text("DISK_USER", "")
 SOCKET_GROUP = env.text("SOCKET_GROUP", "")
+# Wraps the keys that disks are encrypted with; read by hosts' workers alone. One of: a file
+# or a variable with 32 bytes in base64, or a class with the shape of `hosts.keys.MasterKey`.
+MASTER_KEY_FILE = env.text("MASTER_KEY_FILE", "")
+MASTER_KEY = env.text("MASTER_KEY", "")
+MASTER_KEY_CLASS = env.text("MASTER_KEY_CLASS", "")
+# Files of the master keys before it, until `manage.py rotate_master_key` is done.
+MASTER_KEY_FILE_PREVIOUS = [
+    path for path in env.text("MASTER_KEY_FILE_PREVIOUS", "").split(":") if path
+]
+# An object that no live root names is deleted after this long: longer than any reading of a
+# generation (an export of a disk, a worker that sleeps) can take.
+COLLECT_GRACE_S = env.integer("COLLECT_GRACE_S", 6 * 3600)
 LIBVIRT_URI = env.text("LIBVIRT_URI", "qemu:///system")
 GUEST_NETWORK = env.text("GUEST_NETWORK", "sandkeep")
 GUEST_BRIDGE = env.text("GUEST_BRIDGE", "skbr0")

@@ -5,6 +5,7 @@ can read too; later starts use what it says. A variable that the caller sets win
 kept in turn. Secrets are generated here and nowhere else.
 """
 
+import base64
 import hashlib
 import ipaddress
 import json
@@ -65,8 +66,11 @@ PLAIN_DEFAULTS = {
 SETTABLE = frozenset(
     {*ADDRESS_OF.values(), *PREFERRED_PORTS, *PLAIN_DEFAULTS}
     | {"S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "SECRET_KEY", "PUBLIC_URL", "RUN_DIR"}
+    | {"MASTER_KEY_FILE", "MASTER_KEY_CLASS", "MASTER_KEY_FILE_PREVIOUS"}
     | {"GUEST_NETWORK", "GUEST_BRIDGE", "GUEST_SUBNET", "MAIL_FILE", "IMAGES_DIR"}
 )
+# Who keeps the key of all disks; by default a file of ours. Losing it is losing them.
+MASTER_KEY_NAMES = ("MASTER_KEY_FILE", "MASTER_KEY_CLASS")
 
 # A UNIX socket's path holds at most 107 bytes; what we add below it needs about 60.
 RUN_DIR_MAX_BYTES = 40
@@ -339,6 +343,11 @@ def _settle_keys(values: dict[str, str], folder: Path) -> None:
         path = folder / f"{name.lower()}_key"
         values[f"{name}_KEY_FILE"] = str(path)
         values[f"{name}_PUBLIC_KEY"] = _ensure_key(path)
+    if not any(values.get(name) for name in MASTER_KEY_NAMES):
+        path = folder / "master_key"
+        if not path.exists():
+            write_private(path, base64.b64encode(secrets.token_bytes(32)).decode() + "\n")
+        values["MASTER_KEY_FILE"] = str(path)
 
 
 def _ensure_key(path: Path) -> str:

@@ -18,8 +18,10 @@ from common.units import MiB
 from hosts.volumes.commit import Commit, import_image
 from hosts.volumes.daemons import await_end
 from hosts.volumes.disks import Disks, DisksConfig
+from hosts.volumes.keys import Keyring
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.store import S3ObjectStore
+from tests.hosts.volumes.given_keys import KeyForEach
 from tests.hosts.volumes.nbd import Nbd
 from tests.hosts.volumes.worker import Workers
 from tests.s3 import s3, s3_server
@@ -42,6 +44,7 @@ class Host:
             state_dir=folder / "state",
             store=store,
             cache_budget_bytes=256 * MiB,
+            keys=KeyForEach(),
         )
         self.disks = Disks(self.config)
         self.store = S3ObjectStore(store)
@@ -71,7 +74,11 @@ class Host:
             file.seek(20 * MiB)
             file.write(bytes(MiB))
         commit = import_image(
-            image, volume_id=uuid4(), store=self.store, size_bytes=DEVICE_BYTES
+            image,
+            volume_id=uuid4(),
+            store=self.store,
+            size_bytes=DEVICE_BYTES,
+            keyring=Keyring(KeyForEach()),
         )
         self.publish(commit)
         return commit

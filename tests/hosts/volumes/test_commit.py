@@ -12,8 +12,10 @@ from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit, commit_overlays, import_image, load_root
 from hosts.volumes.errors import Corrupt, StoreUnavailable
+from hosts.volumes.keys import Keyring
 from hosts.volumes.naming import ObjectName, parse_key
 from hosts.volumes.reader import ReaderMemory, VolumeReader
+from tests.hosts.volumes.given_keys import KeyForEach
 from tests.hosts.volumes.memory_store import MemoryStore
 from tests.hosts.volumes.test_qcow2 import make, qemu_io
 
@@ -26,6 +28,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = MemoryStore()
+        self.keyring = Keyring(KeyForEach())
         self.cache = ObjectCache(
             folder / "cache", budget_bytes=GiB, reader=self.store, patience_s=0
         )
@@ -33,7 +36,13 @@ class Bench:
     def import_bytes(self, content: bytes, size_bytes: int = GiB) -> Commit:
         image = self.folder / "image"
         image.write_bytes(content)
-        return import_image(image, volume_id=uuid4(), store=self.store, size_bytes=size_bytes)
+        return import_image(
+            image,
+            volume_id=uuid4(),
+            store=self.store,
+            size_bytes=size_bytes,
+            keyring=self.keyring,
+        )
 
     def overlay(self, name: str, *commands: str) -> Path:
         path = make(self.folder / f"{name}.qcow2", size="1G")
@@ -48,10 +57,15 @@ class Bench:
             epoch=epoch,
             store=self.store,
             cache=self.cache,
+            keyring=self.keyring,
         )
 
     def read(self, commit: Commit, offset: int, length: int) -> bytes:
-        reader = VolumeReader(load_root(self.store, commit.root_key), ReaderMemory(self.cache))
+        reader = VolumeReader(
+            load_root(self.store, commit.root_key, self.keyring),
+            ReaderMemory(self.cache),
+            self.keyring,
+        )
         buffer = bytearray(length)
         reader.read_into(buffer, offset)
         return bytes(buffer)
@@ -87,6 +101,7 @@ def test_an_import_tells_how_far_it_is(tmp_path: Path) -> None:
         volume_id=VOLUME,
         store=MemoryStore(),
         size_bytes=GiB,
+        keyring=Keyring(KeyForEach()),
         progress=lambda done, total: told.append((done, total)),
     )
     assert told == sorted(told)
@@ -130,9 +145,9 @@ def test_live_bytes_are_exact_over_many_generations(bench: Bench) -> None:
         after = bench.commit(commit, bench.overlay(f"o{number}", pattern, hole))
         assert after is not None
         commit = after
-    root = load_root(bench.store, commit.root_key)
+    root = load_root(bench.store, commit.root_key, bench.keyring)
     live: dict[ObjectName, int] = {}
-    reader = VolumeReader(root, ReaderMemory(bench.cache))
+    reader = VolumeReader(root, ReaderMemory(bench.cache), bench.keyring)
     for number in range(GiB // BLOCK_BYTES):
         entry = reader._entry(number)
         if entry is not None:
@@ -159,12 +174,14 @@ def test_a_commit_fetches_only_the_leaves_that_it_changes(bench: Bench) -> None:
         for at in (0, 300 * MiB, 600 * MiB, 900 * MiB):
             file.seek(at)
             file.write(b"w" * MiB)
-    base = import_image(image, volume_id=uuid4(), store=bench.store, size_bytes=GiB)
+    base = import_image(
+        image, volume_id=uuid4(), store=bench.store, size_bytes=GiB, keyring=bench.keyring
+    )
     bench.store.gets.clear()
     commit = bench.commit(base, bench.overlay("one", "write -P 0x31 300M 64k"))
     assert commit is not None
     assert [key.split("/")[0] for key, _, _ in bench.store.gets] == ["roots", "leaves"]
-    assert len(load_root(bench.store, commit.root_key).leaves) == 4
+    assert len(load_root(bench.store, commit.root_key, bench.keyring).leaves) == 4
 
 
 @pytest.mark.parametrize("kind", ["packs", "leaves", "roots"])
@@ -192,7 +209,9 @@ def test_a_failing_upload_ends_a_large_commit_soon(bench: Bench) -> None:
 
     bench.store.fail = fail
     with pytest.raises(StoreUnavailable):
-        import_image(image, volume_id=VOLUME, store=bench.store, size_bytes=GiB)
+        import_image(
+            image, volume_id=VOLUME, store=bench.store, size_bytes=GiB, keyring=bench.keyring
+        )
     assert len(tried) < 16
 
 
@@ -201,7 +220,7 @@ def test_another_volumes_root_under_a_root_key_is_noticed(bench: Bench) -> None:
     two = bench.import_bytes(b"2" * MiB)
     bench.store.objects[one.root_key] = bench.store.objects[two.root_key]
     with pytest.raises(Corrupt):
-        load_root(bench.store, one.root_key)
+        load_root(bench.store, one.root_key, bench.keyring)
     assert parse_key(one.root_key)[0] == "roots"
 
 

@@ -67,9 +67,15 @@ def example_root() -> Root:
     return root
 
 
-def test_a_root_reads_as_it_was_written() -> None:
+@pytest.mark.parametrize("parent", [None, bytes(16), b"p" * 16])
+def test_a_root_reads_as_it_was_written(parent: bytes | None) -> None:
     root = example_root()
+    root.parent = parent
     assert Root.decode(root.encode()) == root
+
+
+def test_a_root_without_a_parent_is_one_of_the_release_before() -> None:
+    assert example_root().encode()[:8] == b"SKROOT\0\1"
 
 
 def test_a_root_forgets_what_nothing_refers_to() -> None:
@@ -134,15 +140,15 @@ def test_a_frame_that_claims_a_huge_size_asks_for_no_memory() -> None:
 @pytest.mark.parametrize("block", [os.urandom(BLOCK_BYTES), b"text" * (BLOCK_BYTES // 4)])
 def test_a_block_survives_its_encoding_and_any_change_is_noticed(block: bytes) -> None:
     digest = content_digest(block)
-    stored = encode_block(block)
+    stored = encode_block(block, None)
     assert len(stored) <= BLOCK_BYTES
-    assert decode_block(stored, digest) == block
+    assert decode_block(stored, digest, None) == block
     for at in range(0, len(stored), 1 + len(stored) // 50):
         damaged = stored[:at] + bytes([stored[at] ^ 1]) + stored[at + 1 :]
         with pytest.raises(Corrupt):
-            decode_block(damaged, digest)
+            decode_block(damaged, digest, None)
         with pytest.raises(Corrupt):
-            decode_block(stored[:at], digest)
+            decode_block(stored[:at], digest, None)
 
 
 @pytest.mark.parametrize(

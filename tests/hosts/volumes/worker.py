@@ -18,6 +18,7 @@ from hosts.volumes.commit import Commit
 from hosts.volumes.disks import Disks, DisksConfig
 from hosts.volumes.failpoints import VARIABLE
 from hosts.volumes.objects import StoreConfig
+from tests.hosts.volumes.given_keys import KeyForEach
 
 
 class Workers:
@@ -54,6 +55,7 @@ def carry_out(values: dict[str, Any], operation: str) -> None:
             state_dir=Path(values["state_dir"]),
             store=StoreConfig(**values["store"]),
             cache_budget_bytes=values["cache_budget_bytes"],
+            keys=KeyForEach(),
         )
     )
     volume_id = UUID(values["volume_id"])
