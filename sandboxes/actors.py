@@ -71,6 +71,15 @@ def checkpoint_sandbox(sandbox_id: str) -> None:
     _alone(operations.checkpoint, sandbox_id)
 
 
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+def cut_sandbox(sandbox_id: str) -> None:
+    """Make the cuts that requests wait for; once they have given up there is none to make."""
+    try:
+        _alone(operations.cut, sandbox_id)
+    except operations.CutTooSoon as error:
+        raise Retry(str(error)) from error
+
+
 @dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, max_retries=3, min_backoff=500)
 def open_files(sandbox_id: str) -> None:
     """Serve the files of a paused sandbox."""

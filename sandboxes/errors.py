@@ -63,6 +63,62 @@ class TemplateNotReady(Refused):
         return f"Template {self.template_id!r} is not ready yet."
 
 
+class TemplateExists(Refused):
+    code = "conflict"
+    status = 409
+
+    def __init__(self, template_id: str) -> None:
+        super().__init__(template_id)
+        self.template_id = template_id
+
+    def __str__(self) -> str:
+        return f"There is a template {self.template_id!r} already."
+
+
+class TemplateIsPublic(Refused):
+    code = "forbidden"
+    status = 403
+
+    def __str__(self) -> str:
+        return "A public template belongs to the platform and cannot be changed."
+
+
+class SnapshotNotFound(Refused):
+    code = "not_found"
+    status = 404
+
+    def __str__(self) -> str:
+        return "No such snapshot."
+
+
+class MomentNotFound(Refused):
+    """The history has no such generation (any more)."""
+
+    code = "not_found"
+    status = 404
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"The history of this sandbox has no generation {self.number} (any more)."
+
+
+class NotInThisVersion(Refused):
+    """A feature of the contract that this version does not have."""
+
+    code = "conflict"
+    status = 409
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.what} is not available in this version."
+
+
 class IdempotencyConflict(Refused):
     code = "conflict"
     status = 409

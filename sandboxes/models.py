@@ -1,5 +1,6 @@
 """Templates, sandboxes and their states."""
 
+import re
 import secrets
 import uuid
 from typing import ClassVar, Self
@@ -16,6 +17,7 @@ from sandboxes.errors import WrongState
 
 DEFAULT_MEMORY_BYTES = 512 * MiB
 ID_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
+SNAPSHOT_ID = re.compile(r"rootfs-snapshot-[a-z0-9]{20}")
 
 
 class Cut(models.Model):

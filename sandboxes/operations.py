@@ -8,8 +8,8 @@ says what was done.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from uuid import UUID
 
@@ -24,17 +24,18 @@ from hosts.models import Generation, Volume
 from hosts.paused_files import FilesUnavailable
 from hosts.services import (
     attach_volume,
+    count_gets,
     detach_volume,
     mark_files_ready,
-    publish_generation,
+    publish_commit,
 )
 from hosts.volumes.commit import Commit
 from hosts.volumes.disks import AttachedDisk, DiskHealth
-from sandboxes import lifecycle
+from sandboxes import cuts, lifecycle
 from sandboxes.errors import QuotaExceeded, WrongState
 from sandboxes.events import announce
 from sandboxes.guests import guest_spec, public_host_key
-from sandboxes.models import Sandbox
+from sandboxes.models import Cut, Sandbox
 
 log = logging.getLogger(__name__)
 
@@ -289,24 +290,23 @@ def _wake_if_wished(sandbox: Sandbox) -> str | None:
 
 def _commit(volume: Volume, kind: Generation.Kind) -> Commit | None:
     """Store what the disk, used by nobody now, has written, and move the head to it."""
-    return local.disks().commit(volume.pk, _publisher(volume, kind))
+    commit = local.disks().commit(volume.pk, _publisher(volume, kind))
+    _count_gets(volume)
+    return commit
 
 
 def _publisher(volume: Volume, kind: Generation.Kind) -> Callable[[Commit], None]:
     def publish(commit: Commit) -> None:
-        publish_generation(
-            volume.pk,
-            epoch=volume.epoch,
-            kind=kind,
-            root_key=commit.root_key,
-            size_bytes=commit.size_bytes,
-            blocks_changed=commit.blocks_changed,
-            uploaded_bytes=commit.uploaded_bytes,
-            index_bytes=commit.index_bytes,
-            stored_bytes=commit.stored_bytes,
-        )
+        publish_commit(volume.pk, epoch=volume.epoch, kind=kind, commit=commit)
+        _count_gets(volume)
 
     return publish
+
+
+def _count_gets(volume: Volume) -> None:
+    """Note what the volume's export has asked of the store; it forgets when it is detached."""
+    requests = local.disks().fetched(volume.pk).requests
+    count_gets(volume.pk, epoch=volume.epoch, requests=requests)
 
 
 def checkpoint(sandbox_id: str) -> None:
@@ -329,12 +329,99 @@ def checkpoint(sandbox_id: str) -> None:
 
 @contextmanager
 def _frozen(channel: AgentChannel) -> Iterator[None]:
-    """Hold the guest's file system still; the guest thaws itself at the deadline, too."""
+    """Hold the guest's file system still; the guest thaws itself at the deadline, too.
+
+    Raises:
+        AgentSilent, AgentFailed: it was not still; what was cut meanwhile is no better than
+            what a power failure leaves.
+    """
+    channel.sync()  # most is written out before anybody has to wait
+    asked_at = time.monotonic()
     channel.freeze(FREEZE_DEADLINE_S)
     try:
         yield
     finally:
         channel.thaw()
+    if time.monotonic() - asked_at > FREEZE_DEADLINE_S:
+        raise AgentFailed("freeze", "the cut took longer than the file system may be held")
+
+
+# -- cuts ---------------------------------------------------------------------------------
+
+
+class CutTooSoon(Unavailable):
+    """The sandbox is between two states; a cut of it can be made when it has arrived."""
+
+    def __str__(self) -> str:
+        return "The sandbox is between two states."
+
+
+def cut(sandbox_id: str) -> None:
+    """Find or make the committed state of a sandbox's disk that requests wait for.
+
+    Raises:
+        CutTooSoon: it starts or stops; the message comes again.
+        Unavailable: it is not stored yet; the message comes again.
+    """
+    with _locked(sandbox_id, *State) as sandbox:
+        assert sandbox is not None
+        wanted = cuts.wanted_cuts(sandbox)
+        if not wanted:
+            return
+        match sandbox.state:
+            case State.RUNNING if _is_mine(sandbox):
+                while wanted:
+                    _cut_running(sandbox, wanted)
+                    # Others may have come meanwhile, and found the guest busy.
+                    wanted = cuts.wanted_cuts(sandbox)
+            case State.PAUSED:
+                _cut_paused(sandbox, wanted)
+            case State.FAILED | State.TERMINATING | State.DELETED:
+                cuts.fail_cuts(sandbox, wanted, f"The sandbox is {sandbox.wire_status}.")
+            case State.STARTING | State.PAUSING | State.RESUMING if _is_mine(sandbox):
+                raise CutTooSoon
+            case _:
+                log.info("sandbox %s is elsewhere; its host is asked for the cut", sandbox.id)
+
+
+def _cut_running(sandbox: Sandbox, wanted: Sequence[Cut]) -> None:
+    gentle = [one for one in wanted if one.consistency == Cut.Consistency.FILESYSTEM]
+    if gentle:
+        channel = AgentChannel(local.channel_path(sandbox.uuid))
+        try:
+            generation = _cut_disk(sandbox, lambda: _frozen(channel))
+        except (AgentSilent, AgentFailed) as error:
+            log.warning("sandbox %s was not frozen for a cut: %s", sandbox.id, error)
+            cuts.fail_cuts(sandbox, gentle, cuts.NO_ANSWER)
+        else:
+            cuts.end_cuts(sandbox, wanted, generation)
+            return
+    rest = [one for one in wanted if one not in gentle]
+    if rest:
+        cuts.end_cuts(sandbox, rest, _cut_disk(sandbox, nullcontext))
+
+
+def _cut_disk(
+    sandbox: Sandbox, around_cut: Callable[[], AbstractContextManager[None]]
+) -> Generation:
+    """Commit a running sandbox's disk; returns the generation that holds its state."""
+    publish = _publisher(sandbox.volume, Generation.Kind.CHECKPOINT)
+    local.disks().checkpoint(sandbox.volume_id, publish, around_cut=around_cut)
+    head = Volume.objects.select_related("head").get(pk=sandbox.volume_id).head
+    assert head is not None
+    return head
+
+
+def _cut_paused(sandbox: Sandbox, wanted: Sequence[Cut]) -> None:
+    """Take the head, once it has what was edited while the files were open."""
+    volume = sandbox.volume
+    if volume.attached_for == Volume.Purpose.FILES:
+        if not _holds(volume):
+            return
+        if local.paused_files().is_dirty(volume.pk):
+            _end_files(sandbox)
+    assert volume.head is not None
+    cuts.end_cuts(sandbox, wanted, volume.head)
 
 
 # -- end ----------------------------------------------------------------------------------
@@ -348,6 +435,7 @@ def destroy(sandbox_id: str) -> None:
         with local.hypervisor() as hypervisor:
             hypervisor.destroy(sandbox.uuid)
         local.paused_files().close(sandbox.volume_id)
+        _count_gets(sandbox.volume)
         local.disks().detach(sandbox.volume_id, discard=True)
         lifecycle.end_termination(sandbox)
         log.info("sandbox %s is gone", sandbox.id)

@@ -17,13 +17,21 @@ from sandboxes import actors, lifecycle
 from sandboxes.errors import (
     BadLimit,
     IdempotencyConflict,
+    SnapshotNotFound,
     TemplateNotFound,
     TemplateNotReady,
     WrongState,
 )
 from sandboxes.events import announce
 from sandboxes.lifecycle import deadline
-from sandboxes.models import ClaimRecord, Sandbox, Template, new_sandbox_id
+from sandboxes.models import (
+    SNAPSHOT_ID,
+    ClaimRecord,
+    Sandbox,
+    Snapshot,
+    Template,
+    new_sandbox_id,
+)
 
 State = Sandbox.State
 
@@ -35,6 +43,7 @@ def claim_sandbox(
     *,
     team: Team,
     template_id: str,
+    snapshot_id: str | None = None,
     user: User | None = None,
     api_key: ApiKey | None = None,
     memory_bytes: int | None = None,
@@ -48,21 +57,23 @@ def claim_sandbox(
 ) -> Sandbox:
     """Record a new sandbox of the team, with a place on a host, and queue its boot.
 
-    With an idempotency key, the same body again returns the sandbox of the first call.
+    With an idempotency key, the same body again returns the sandbox of the first call. With
+    a snapshot its disk is that one's; the template decides all else.
 
     Raises:
-        TemplateNotFound, TemplateNotReady, BadLimit, QuotaExceeded, NoCapacity: nothing
-            was recorded.
+        TemplateNotFound, TemplateNotReady, SnapshotNotFound, BadLimit, QuotaExceeded,
+            NoCapacity: nothing was recorded.
         IdempotencyConflict: the key came with another body before.
     """
-    _check_limits(ttl_s, hard_ttl_s)
+    check_limits(ttl_s, hard_ttl_s)
     with transaction.atomic():
         team = lifecycle.lock_team(team)
         if idempotency_key is not None:
-            earlier = _earlier_claim(team, idempotency_key, body_digest)
-            if earlier is not None:
-                return earlier
+            earlier = earlier_request(team, idempotency_key, body_digest)
+            if earlier is not None and earlier.sandbox is not None:
+                return earlier.sandbox
         template = _ready_template(team, template_id)
+        snapshot = None if snapshot_id is None else held_snapshot(team, snapshot_id)
         lifecycle.check_running_quota(team)
         lifecycle.check_paused_quota(team)
         now = timezone.now()
@@ -72,6 +83,7 @@ def claim_sandbox(
             api_key=api_key,
             template=template,
             template_name=template.template_id,
+            snapshot=snapshot,
             memory_bytes=memory_bytes or template.memory_bytes,
             env_vars=template.spec.get("envVars", {}) | (env_vars or {}),
             ttl_s=ttl_s,
@@ -84,32 +96,42 @@ def claim_sandbox(
         placement = place(guest_uuid=sandbox.uuid, memory_bytes=sandbox.memory_bytes)
         sandbox.host = placement.host
         sandbox.address = placement.address
-        # The head of the template's disk: nothing is copied.
-        sandbox.volume = new_volume(owner=str(team.pk), head=template.generation)
-        _insert(sandbox)
+        # The head is another disk's: nothing is copied.
+        head = snapshot.generation if snapshot else template.generation
+        sandbox.volume = new_volume(owner=str(team.pk), head=head)
+        insert(sandbox)
         if idempotency_key is not None:
             ClaimRecord.objects.create(
                 team=team, key=idempotency_key, body_digest=body_digest, sandbox=sandbox
             )
         by = Doer(user=sandbox.created_by, api_key=api_key, source_ip=source_ip)
-        _record(sandbox, "claim", by, template=sandbox.template_name)
+        record(sandbox, "claim", by, template=sandbox.template_name)
         announce(sandbox)
-        _send_to_host(actors.boot_sandbox, sandbox, placement.host)
+        send_to_host(actors.boot_sandbox, sandbox, placement.host)
     return sandbox
 
 
-def _check_limits(ttl_s: int, hard_ttl_s: int) -> None:
+def check_limits(ttl_s: int, hard_ttl_s: int) -> None:
+    """Refuse a sandbox that would be deleted before it is paused.
+
+    Raises:
+        BadLimit: it would.
+    """
     if ttl_s and hard_ttl_s and ttl_s > hard_ttl_s:
         raise BadLimit("ttl", "must not be longer than hard_ttl")
 
 
-def _earlier_claim(team: Team, key: str, body_digest: str) -> Sandbox | None:
-    record = ClaimRecord.objects.filter(team=team, key=key).select_related("sandbox").first()
-    if record is None:
-        return None
-    if record.body_digest != body_digest:
+def earlier_request(team: Team, key: str, body_digest: str) -> ClaimRecord | None:
+    """Return what an earlier request with this Idempotency-Key made.
+
+    Raises:
+        IdempotencyConflict: it was another request.
+    """
+    found = ClaimRecord.objects.filter(team=team, key=key)
+    record = found.select_related("sandbox__team", "template").first()
+    if record is not None and record.body_digest != body_digest:
         raise IdempotencyConflict
-    return record.sandbox
+    return record
 
 
 def _ready_template(team: Team, template_id: str) -> Template:
@@ -123,7 +145,23 @@ def _ready_template(team: Team, template_id: str) -> Template:
     return template
 
 
-def _insert(sandbox: Sandbox) -> None:
+def held_snapshot(team: Team, snapshot_id: str) -> Snapshot:
+    """Return the team's snapshot, which stays until the transaction ends.
+
+    Raises:
+        SnapshotNotFound: it has none of this id (any more).
+    """
+    found = None
+    if SNAPSHOT_ID.fullmatch(snapshot_id):
+        snapshots = Snapshot.objects.of(team).present().select_for_update(of=("self",))
+        found = snapshots.select_related("generation").filter(pk=snapshot_id).first()
+    if found is None:
+        raise SnapshotNotFound
+    return found
+
+
+def insert(sandbox: Sandbox) -> None:
+    """Store a new sandbox under an id that nobody has."""
     for attempt in range(ID_TRIES):
         sandbox.id = new_sandbox_id(settings.CLUSTER_KEY, sandbox.template_name)
         try:
@@ -148,7 +186,7 @@ def pause_sandbox(
         WrongState: it neither runs nor sleeps.
     """
     with transaction.atomic():
-        sandbox = _locked(sandbox)
+        sandbox = locked(sandbox)
         if sandbox.state in (State.PAUSED, State.PAUSING):
             if sandbox.resume_when_paused:
                 sandbox.resume_when_paused = False
@@ -157,8 +195,8 @@ def pause_sandbox(
         if sandbox.state != State.RUNNING:
             raise WrongState(sandbox.wire_status, State.PAUSED)
         lifecycle.begin_pause(sandbox, reason)
-        _record(sandbox, "pause", by, reason=str(reason))
-        _send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
+        record(sandbox, "pause", by, reason=str(reason))
+        send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
     return sandbox
 
 
@@ -172,7 +210,7 @@ def resume_sandbox(*, sandbox: Sandbox, by: Doer | None = None) -> Sandbox:
         WrongState: it failed or is being deleted.
     """
     with transaction.atomic():
-        sandbox = _locked(sandbox)
+        sandbox = locked(sandbox)
         if sandbox.state in (State.RUNNING, State.STARTING, State.RESUMING):
             return sandbox
         if sandbox.state == State.PAUSING:
@@ -180,31 +218,31 @@ def resume_sandbox(*, sandbox: Sandbox, by: Doer | None = None) -> Sandbox:
                 sandbox.resume_when_paused = True
                 sandbox.save(update_fields=["resume_when_paused"])
                 # It may wait for the object store: then it can start again at once.
-                _send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
+                send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
             return sandbox
         if sandbox.state != State.PAUSED:
             raise WrongState(sandbox.wire_status, State.RUNNING)
         lifecycle.begin_resume(sandbox)
-        _record(sandbox, "resume", by)
-        _send_to_host(actors.boot_sandbox, sandbox, sandbox.host)
+        record(sandbox, "resume", by)
+        send_to_host(actors.boot_sandbox, sandbox, sandbox.host)
     return sandbox
 
 
 def delete_sandbox(*, sandbox: Sandbox, by: Doer | None = None) -> None:
     """Stop billing the sandbox and queue its end; nothing of it can be had back."""
     with transaction.atomic():
-        sandbox = _locked(sandbox)
+        sandbox = locked(sandbox)
         if sandbox.state == State.DELETED:
             return
         host = sandbox.host or sandbox.volume.attached_host
         if sandbox.state != State.TERMINATING:
             lifecycle.begin_termination(sandbox)
-            _record(sandbox, "delete", by)
+            record(sandbox, "delete", by)
         if host is None:
             # Asleep, on no host: there is nothing to take down.
             lifecycle.end_termination(sandbox)
             return
-        _send_to_host(actors.destroy_sandbox, sandbox, host)
+        send_to_host(actors.destroy_sandbox, sandbox, host)
 
 
 def update_lifetime(
@@ -224,9 +262,9 @@ def update_lifetime(
         WrongState: it is being deleted.
     """
     with transaction.atomic():
-        sandbox = _locked(sandbox)
-        _refuse_if_ending(sandbox)
-        _check_limits(
+        sandbox = locked(sandbox)
+        refuse_if_ending(sandbox)
+        check_limits(
             sandbox.ttl_s if ttl_s is None else ttl_s,
             sandbox.hard_ttl_s if hard_ttl_s is None else hard_ttl_s,
         )
@@ -250,7 +288,7 @@ def update_lifetime(
                 "updated_at",
             ]
         )
-        _record(
+        record(
             sandbox,
             "update",
             by,
@@ -270,11 +308,11 @@ def refresh_sandbox(*, sandbox: Sandbox, duration_s: int | None = None) -> Sandb
         WrongState: it is being deleted.
     """
     with transaction.atomic():
-        sandbox = _locked(sandbox)
-        _refuse_if_ending(sandbox)
+        sandbox = locked(sandbox)
+        refuse_if_ending(sandbox)
         now = timezone.now()
         span_s = sandbox.ttl_s if duration_s is None else duration_s
-        _check_limits(span_s, sandbox.hard_ttl_s)
+        check_limits(span_s, sandbox.hard_ttl_s)
         if sandbox.state not in (State.PAUSED, State.PAUSING):
             sandbox.expires_at = deadline(now, span_s)
         sandbox.hard_expires_at = deadline(now, sandbox.hard_ttl_s)
@@ -290,18 +328,18 @@ def update_memory(*, sandbox: Sandbox, memory_bytes: int, by: Doer | None = None
         WrongState: it is neither running nor paused; ask again when it is.
     """
     with transaction.atomic():
-        sandbox = _locked(sandbox)
-        _refuse_if_ending(sandbox)
+        sandbox = locked(sandbox)
+        refuse_if_ending(sandbox)
         if sandbox.memory_bytes == memory_bytes:
             return sandbox
         if sandbox.state not in (State.RUNNING, State.PAUSED):
             raise WrongState(sandbox.wire_status, "given another size of memory")
         sandbox.memory_bytes = memory_bytes
         sandbox.save(update_fields=["memory_bytes", "updated_at"])
-        _record(sandbox, "update", by, memory_bytes=memory_bytes)
+        record(sandbox, "update", by, memory_bytes=memory_bytes)
         if sandbox.state == State.RUNNING:
             lifecycle.begin_pause(sandbox, Sandbox.PauseReason.MEMORY, then_resume=True)
-            _send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
+            send_to_host(actors.pause_sandbox, sandbox, sandbox.host)
         announce(sandbox)
     return sandbox
 
@@ -315,7 +353,7 @@ def checkpoint_sandbox(*, sandbox: Sandbox) -> None:
     if sandbox.state != State.RUNNING:
         raise WrongState(sandbox.wire_status, "checkpointed")
     with transaction.atomic():
-        _send_to_host(actors.checkpoint_sandbox, sandbox, sandbox.host)
+        send_to_host(actors.checkpoint_sandbox, sandbox, sandbox.host)
 
 
 def request_files(*, sandbox: Sandbox) -> None:
@@ -328,7 +366,7 @@ def request_files(*, sandbox: Sandbox) -> None:
         WrongState: it does not sleep (any more).
     """
     with transaction.atomic():
-        sandbox = _locked(sandbox)
+        sandbox = locked(sandbox)
         if sandbox.state != State.PAUSED:
             raise WrongState(sandbox.wire_status, "read while paused")
         volume = sandbox.volume
@@ -338,7 +376,7 @@ def request_files(*, sandbox: Sandbox) -> None:
         if host is None:
             host = _host_for_files()
             attach_volume(volume.pk, host=host, purpose=Volume.Purpose.FILES)
-        _send_to_host(actors.open_files, sandbox, host)
+        send_to_host(actors.open_files, sandbox, host)
 
 
 def _host_for_files() -> Host:
@@ -349,7 +387,7 @@ def _host_for_files() -> Host:
     return host
 
 
-def _locked(sandbox: Sandbox) -> Sandbox:
+def locked(sandbox: Sandbox) -> Sandbox:
     """Read the sandbox again, its row locked until the transaction ends."""
     return (
         Sandbox.objects.select_for_update(of=("self",))
@@ -358,7 +396,7 @@ def _locked(sandbox: Sandbox) -> Sandbox:
     )
 
 
-def _record(sandbox: Sandbox, act: str, by: Doer | None, **attributes: object) -> None:
+def record(sandbox: Sandbox, act: str, by: Doer | None, **attributes: object) -> None:
     """Write the team's audit trail; what nobody asked for, the platform did by itself."""
     by = by or Doer()
     record_event(
@@ -373,12 +411,14 @@ def _record(sandbox: Sandbox, act: str, by: Doer | None, **attributes: object) -
     )
 
 
-def _refuse_if_ending(sandbox: Sandbox) -> None:
+def refuse_if_ending(sandbox: Sandbox) -> None:
+    """Raise WrongState where the sandbox is being deleted."""
     if sandbox.state in (State.TERMINATING, State.DELETED):
         raise WrongState(sandbox.wire_status, "changed")
 
 
-def _send_to_host(actor: actors.HostActor, sandbox: Sandbox, host: Host | None) -> None:
+def send_to_host(actor: actors.HostActor, sandbox: Sandbox, host: Host | None) -> None:
+    """Queue work on a sandbox for a host's worker, once the transaction has committed."""
     assert host is not None
     transaction.on_commit(partial(actors.send, actor, host.queue, sandbox.id))
 
@@ -392,7 +432,7 @@ def forget_old_claims() -> None:
 def end_if_expired(*, sandbox: Sandbox) -> None:
     """Delete the sandbox if its hard limit has passed; looked at again under its lock."""
     with transaction.atomic():
-        sandbox = _locked(sandbox)
+        sandbox = locked(sandbox)
         if sandbox.hard_expires_at and sandbox.hard_expires_at <= timezone.now():
             delete_sandbox(sandbox=sandbox)
 
@@ -400,7 +440,7 @@ def end_if_expired(*, sandbox: Sandbox) -> None:
 def pause_if_expired(*, sandbox: Sandbox) -> None:
     """Pause the sandbox if its soft limit has passed; looked at again under its lock."""
     with transaction.atomic():
-        sandbox = _locked(sandbox)
+        sandbox = locked(sandbox)
         if (
             sandbox.state == State.RUNNING
             and sandbox.expires_at

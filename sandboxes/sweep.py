@@ -17,7 +17,8 @@ from billing.services import close_interval
 from common.errors import DomainError
 from common.queue import send_to
 from hosts.models import Host
-from sandboxes import actors, services
+from sandboxes import actors, cuts, services, snapshots
+from sandboxes.history import Thinner
 from sandboxes.host_loss import HostWatch, leave_host
 from sandboxes.models import Sandbox
 
@@ -50,6 +51,7 @@ class Sweeper:
         self._hinted_at: dict[tuple[str, str], datetime] = {}
         self._done_at: dict[Callable[[], None], float] = {}
         self._host_watch = HostWatch()
+        self._thinner = Thinner()
 
     def sweep(self) -> None:
         """Do what is due now. One part that fails does not keep the others from it."""
@@ -60,6 +62,11 @@ class Sweeper:
             (watch_hosts, WATCH_EVERY_S),
             (close_orphaned_intervals, 5.0),
             (self.leave_lost_hosts, 5.0),
+            (repeat_cut_requests, 5.0),
+            (cuts.fail_late_cuts, 5.0),
+            (cuts.forget_cuts, 60.0),
+            (snapshots.delete_expired_snapshots, 1.0),
+            (self._thinner.step, 5.0),
             (services.forget_old_claims, FORGET_EVERY_S),
         ):
             now = time.monotonic()
@@ -91,6 +98,11 @@ class Sweeper:
         """Let sandboxes go on elsewhere whose host has been silent for too long."""
         for host in self._host_watch.lost():
             leave_host(host)
+
+
+def repeat_cut_requests() -> None:
+    """Ask hosts again for cuts that are wanted for a while."""
+    snapshots.repeat_cut_requests(timezone.now() - HINT_AFTER)
 
 
 def end_expired() -> None:

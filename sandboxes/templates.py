@@ -1,7 +1,10 @@
 """Making templates out of disk images."""
 
 import hashlib
+from collections.abc import Collection
+from datetime import datetime
 from pathlib import Path
+from uuid import UUID
 
 from django.db import transaction
 
@@ -68,17 +71,53 @@ def import_public_template(
     return template, True
 
 
+def finish_captured(cut_ids: Collection[UUID], generation: Generation, *, at: datetime) -> None:
+    """Make the templates ready that waited for these cuts."""
+    waiting = Template.objects.filter(
+        cut__in=cut_ids, creation=Template.Creation.CREATING
+    ).select_for_update()
+    for template in waiting:
+        make_ready(template, generation, at=at)
+
+
+def make_ready(template: Template, generation: Generation, *, at: datetime) -> None:
+    """Give a template that is being made its disk."""
+    template.generation = generation
+    template.creation = Template.Creation.READY
+    template.captured_at = template.captured_at or at
+    template.completed_at = at
+    template.spec["mainContainer"]["image"] = image_name(
+        template.template_id, generation.root_key
+    )
+    template.save()
+
+
+def fail_captured(cut_ids: Collection[UUID], reason: str, *, at: datetime) -> None:
+    """Note that the templates which waited for these cuts will never be ready."""
+    waiting = Template.objects.filter(cut__in=cut_ids, creation=Template.Creation.CREATING)
+    waiting.update(
+        creation=Template.Creation.FAILED, creation_error=reason[:300], completed_at=at
+    )
+
+
+def image_name(template_id: str, root_key: str) -> str:
+    """Return what stands for a template's image on the wire, pinned by a digest.
+
+    Ours is the digest of the root, which names each block.
+    """
+    digest = hashlib.sha256(root_key.encode()).hexdigest()
+    return f"sandkeep/{template_id}@sha256:{digest}"
+
+
 def _spec(
     template_id: str, root_key: str, display_name: str, description: str, memory_bytes: int
 ) -> dict[str, object]:
-    # Wire images are pinned by digest; ours is the digest of the root that names each block.
-    digest = hashlib.sha256(root_key.encode()).hexdigest()
     return {
         "displayName": display_name,
         "description": description,
         "tags": [],
         "mainContainer": {
-            "image": f"sandkeep/{template_id}@sha256:{digest}",
+            "image": image_name(template_id, root_key),
             "resources": {"memory": f"{memory_bytes // MiB}Mi"},
         },
     }

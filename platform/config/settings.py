@@ -261,6 +261,14 @@ PLATFORM_PUBLIC_KEY = env.text("PLATFORM_PUBLIC_KEY", "")
 EMULATED_CPU_FACTOR = env.integer("EMULATED_CPU_FACTOR", 8)
 # How long a request that needs a guest waits for it to wake before it is told to come back.
 WAKE_TIMEOUT_S = env.integer("WAKE_TIMEOUT_S", 120)
+# How long a snapshot or a fork of a running sandbox is waited for; its upload is in there.
+CUT_TIMEOUT_S = env.integer("CUT_TIMEOUT_S", 55)
+# How long each commit stays in a sandbox's history, then one a minute, one each 10 minutes.
+HISTORY_ALL_S = env.integer("HISTORY_ALL_S", 3_600)
+HISTORY_MINUTES_S = env.integer("HISTORY_MINUTES_S", 6 * 3_600)
+HISTORY_TEN_MINUTES_S = env.integer("HISTORY_TEN_MINUTES_S", 24 * 3_600)
+# How old a write of a running sandbox becomes before it is stored in the background.
+COMMIT_EVERY_S = env.integer("COMMIT_EVERY_S", 10)
 # A host that is silent for this long, while others are heard, is lost: its sandboxes go on
 # elsewhere from what was stored last. 0: never; an operator says so in the admin pages.
 HOST_LOST_AFTER_S = env.integer("HOST_LOST_AFTER_S", 180)

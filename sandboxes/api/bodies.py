@@ -9,7 +9,9 @@ from decimal import Decimal
 from typing import Any
 
 from accounts.models import DEFAULT_PAUSED_LIMIT, DEFAULT_RUNNING_LIMIT, Team
-from sandboxes.models import Sandbox, Template
+from hosts.volumes.blocks import BLOCK_BYTES
+from sandboxes.history import Moment
+from sandboxes.models import Sandbox, Snapshot, Template
 from sandboxes.quantities import format_memory
 
 _NANODOLLAR = Decimal("0.000000001")
@@ -61,6 +63,8 @@ def sandbox_body(sandbox: Sandbox, cost_usd: Decimal) -> dict[str, Any]:
     return body | _present(
         {
             "user_id": str(sandbox.created_by_id) if sandbox.created_by_id else None,
+            "parent_id": sandbox.parent_id,
+            "snapshot_id": sandbox.snapshot_id,
             "health": sandbox.health or None,
             "last_error": sandbox.last_error or None,
         }
@@ -113,9 +117,62 @@ def template_body(template: Template) -> dict[str, Any]:
     }
     if template.team_id is not None:
         body["team_id"] = str(template.team_id)
-    if not template.is_ready:
-        body["status"] = {"creation": {"state": "creating", "stage": "publishing"}}
+    if template.creation or not template.is_ready:
+        body["status"] = {"creation": _creation_body(template)}
     return body
+
+
+def _creation_body(template: Template) -> dict[str, Any]:
+    """Return how far a template is that is made from a sandbox or an upload."""
+    state = template.creation or Template.Creation.CREATING
+    body: dict[str, Any] = {
+        "state": str(state),
+        "stage": "publishing" if template.captured_at else "capturing",
+        "startedAt": instant(template.created_at),
+    }
+    if template.captured_at:
+        body["capturedAt"] = instant(template.captured_at)
+    if template.completed_at:
+        body["completedAt"] = instant(template.completed_at)
+    if state == Template.Creation.FAILED:
+        body |= {"reason": "capture_failed", "message": template.creation_error}
+    return body
+
+
+def snapshot_body(snapshot: Snapshot) -> dict[str, Any]:
+    """Return a snapshot, its generation read along with it."""
+    assert snapshot.generation is not None
+    body = {
+        "id": snapshot.id,
+        "sandbox_id": snapshot.sandbox_id,
+        "created_at": instant(snapshot.created_at),
+        "generation": snapshot.generation.number,
+        "size_bytes": snapshot.generation.size_bytes,
+    }
+    return body | _present(
+        {
+            "name": snapshot.name or None,
+            "description": snapshot.description or None,
+            "expires_at": instant(snapshot.expires_at) if snapshot.expires_at else None,
+        }
+    )
+
+
+def moment_body(moment: Moment) -> dict[str, Any]:
+    """Return one generation of a sandbox's history."""
+    generation = moment.generation
+    return {
+        "generation": generation.number,
+        "kind": generation.kind,
+        "created_at": instant(generation.created_at),
+        "size_bytes": generation.size_bytes,
+        "changed_bytes": generation.blocks_changed * BLOCK_BYTES,
+        "uploaded_bytes": generation.uploaded_bytes,
+        "stored_bytes": generation.stored_bytes,
+        "restorable": True,
+        "is_current": moment.is_current,
+        "snapshots": moment.snapshot_ids,
+    }
 
 
 _DEFAULT_LIMITS = {

@@ -77,13 +77,14 @@ class SandboxList(TeamView):
             user=self.holder.user,
             api_key=self.key,
             template_id=body.validated_data["template"],
+            snapshot_id=body.validated_data.get("snapshot_id"),
             memory_bytes=config.get("resources", {}).get("memory"),
             ttl_s=config.get("ttl", 0),
             hard_ttl_s=config.get("hard_ttl", 0),
             auto_resume=config.get("auto_resume", True),
             env_vars=config.get("env_vars"),
-            idempotency_key=_idempotency_key(request),
-            body_digest=_digest_of(request.data),
+            idempotency_key=idempotency_key_of(request),
+            body_digest=digest_of(request.data),
             source_ip=self.doer.source_ip,
         )
         return ok(claim_body(sandbox), 201)
@@ -247,7 +248,8 @@ def _filtered(found: Any, query: dict[str, Any]) -> Any:
     return found
 
 
-def _idempotency_key(request: Request) -> str | None:
+def idempotency_key_of(request: Request) -> str | None:
+    """Return the request's Idempotency-Key, if it has one."""
     key = request.headers.get("Idempotency-Key")
     if key is None:
         return None
@@ -259,7 +261,7 @@ def _idempotency_key(request: Request) -> str | None:
     return key
 
 
-def _digest_of(data: Any) -> str:
+def digest_of(data: Any) -> str:
     """Return a digest that is the same for the same JSON, however it was written."""
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -7,6 +7,7 @@ from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, inline_seri
 from rest_framework import serializers
 
 from common.api import schema as shared
+from hosts.models import Generation
 
 enveloped = shared.enveloped
 
@@ -115,6 +116,10 @@ class SandboxAnswer(Summary, Runtime):
     storage = StorageAnswer()
     health = serializers.CharField(required=False)
     last_error = serializers.CharField(required=False)
+    parent_id = serializers.CharField(required=False, help_text="What it was forked from.")
+    snapshot_id = serializers.CharField(
+        required=False, help_text="What it was claimed from, or restored to last."
+    )
 
 
 class SandboxList(serializers.Serializer[Any]):
@@ -132,6 +137,54 @@ class StatusAnswer(Deadlines, Runtime):
     claimed_at = serializers.DateTimeField()
     created_at = serializers.DateTimeField()
     health = serializers.CharField(required=False)
+
+
+class SnapshotAnswer(serializers.Serializer[Any]):
+    id = serializers.CharField()
+    sandbox_id = serializers.CharField(help_text="Its source, which may be deleted since.")
+    created_at = serializers.DateTimeField()
+    name = serializers.CharField(required=False)
+    description = serializers.CharField(required=False)
+    expires_at = serializers.DateTimeField(required=False)
+    generation = serializers.IntegerField()
+    size_bytes = serializers.IntegerField(help_text="Of the device.")
+
+
+class SnapshotList(serializers.Serializer[Any]):
+    snapshots = SnapshotAnswer(many=True)
+    count = serializers.IntegerField()
+    next_cursor = serializers.CharField(required=False, help_text="Where there are more.")
+
+
+class RestoreAnswer(serializers.Serializer[Any]):
+    sandbox_id = serializers.CharField()
+    snapshot_id = serializers.CharField(required=False)
+    generation = serializers.IntegerField(help_text="The new one; it is the current one.")
+    status = serializers.ChoiceField(STATUSES)
+
+
+class ForkAnswer(serializers.Serializer[Any]):
+    source_sandbox_id = serializers.CharField()
+    sandbox = SandboxAnswer()
+
+
+class MomentAnswer(serializers.Serializer[Any]):
+    generation = serializers.IntegerField()
+    kind = serializers.ChoiceField(Generation.Kind.values)
+    created_at = serializers.DateTimeField()
+    size_bytes = serializers.IntegerField(help_text="Of the device.")
+    changed_bytes = serializers.IntegerField(help_text="Since the one before it.")
+    uploaded_bytes = serializers.IntegerField()
+    stored_bytes = serializers.IntegerField(help_text="Kept beyond the template's own data.")
+    restorable = serializers.BooleanField()
+    is_current = serializers.BooleanField()
+    snapshots = serializers.ListField(child=serializers.CharField(), help_text="Their ids.")
+
+
+class HistoryAnswer(serializers.Serializer[Any]):
+    sandbox_id = serializers.CharField()
+    generations = MomentAnswer(many=True)
+    next_cursor = serializers.IntegerField(required=False, help_text="Where there are more.")
 
 
 class RefreshAnswer(Deadlines):

@@ -1,5 +1,6 @@
 """What clients send: each field checked and bounded, unknown ones refused by name."""
 
+import re
 from typing import Any
 
 from drf_spectacular.types import OpenApiTypes
@@ -14,7 +15,7 @@ from sandboxes.contexts import (
     MAX_TOTAL_BYTES,
     parse_signal,
 )
-from sandboxes.models import Sandbox
+from sandboxes.models import Cut, Sandbox
 from sandboxes.quantities import NotAQuantity, format_memory, parse_sandbox_memory
 
 # Ten years: beyond it a deadline is a mistake, and dates overflow.
@@ -29,6 +30,9 @@ MAX_INPUT_BYTES = 1024 * 1024
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 200
+
+TEMPLATE_ID = re.compile(r"[a-z0-9][a-z0-9._-]*")
+RESERVED_TEMPLATE_IDS = {"from-sandbox", "import"}
 
 STATUSES = sorted({"starting", "running", "paused", "terminating", "failed"})
 
@@ -148,6 +152,7 @@ class Claim(StrictSerializer):
     """A request for a new sandbox."""
 
     template = serializers.CharField(max_length=255)
+    snapshot_id = serializers.CharField(max_length=255, required=False)
     config = ClaimConfig(required=False)
 
 
@@ -202,6 +207,112 @@ class SandboxFilter(serializers.Serializer[Sandbox]):
     paused = serializers.BooleanField(required=False, allow_null=True, default=None)
     limit = serializers.IntegerField(min_value=1, max_value=MAX_LIMIT, default=DEFAULT_LIMIT)
     offset = serializers.IntegerField(min_value=0, max_value=2**31 - 1, default=0)
+
+
+def _consistency() -> serializers.ChoiceField:
+    return serializers.ChoiceField(
+        Cut.Consistency.values,
+        default=Cut.Consistency.FILESYSTEM,
+        help_text=(
+            '"filesystem": a running guest brings its file system to rest for the cut. '
+            '"crash": the disk as a power failure would leave it, without asking the guest.'
+        ),
+    )
+
+
+class NewSnapshot(StrictSerializer):
+    """A request to keep a sandbox's disk as it is now."""
+
+    name = serializers.CharField(max_length=255, allow_blank=True, default="")
+    description = serializers.CharField(max_length=2000, allow_blank=True, default="")
+    expires_at = serializers.DateTimeField(required=False)
+    consistency = _consistency()
+
+
+class Restore(StrictSerializer):
+    """What a paused sandbox's disk is put back to: a snapshot, or a moment of its history."""
+
+    snapshot_id = serializers.CharField(max_length=255, required=False)
+    generation = StrictIntegerField(min_value=0, max_value=2**31 - 1, required=False)
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        if len(attrs) != 1:
+            raise serializers.ValidationError("Give either snapshot_id or generation.")
+        return attrs
+
+
+class ForkConfig(StrictSerializer):
+    """What of a fork differs from its source."""
+
+    ttl = _span(required=False, help_text="0 turns it off.")
+    hard_ttl = _span(required=False, help_text="0 turns it off.")
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        return _checked_spans(attrs)
+
+
+class Fork(ExecutionState):
+    """A request for a sandbox that begins with this one's disk."""
+
+    config = ForkConfig(required=False)
+    generation = StrictIntegerField(
+        min_value=0,
+        max_value=2**31 - 1,
+        required=False,
+        help_text="A moment of the source's history, instead of now.",
+    )
+    consistency = _consistency()
+
+
+class Rebase(StrictSerializer):
+    """A move onto another base image."""
+
+    target_base_artifact_digest = serializers.CharField(max_length=255)
+    rollback_ttl = StrictIntegerField(min_value=0, max_value=604_800, required=False)
+
+
+class SpecOverrides(StrictSerializer):
+    """What a template says of itself."""
+
+    description = serializers.CharField(max_length=2000, allow_blank=True, required=False)
+    displayName = serializers.CharField(max_length=255, required=False)  # noqa: N815
+    tags = serializers.ListField(
+        child=serializers.CharField(max_length=100), max_length=50, required=False
+    )
+
+
+class TemplateFromSandbox(StrictSerializer):
+    """A request for a template that begins with a sandbox's disk."""
+
+    template_id = serializers.CharField(max_length=255)
+    sandbox_id = serializers.CharField(max_length=255)
+    spec_overrides = SpecOverrides(required=False)
+
+    def validate_template_id(self, value: str) -> str:
+        value = value.lower()
+        if TEMPLATE_ID.fullmatch(value) is None:
+            raise serializers.ValidationError(
+                "An id has letters, digits, '.', '_' and '-', and begins with one of the first."
+            )
+        if value in RESERVED_TEMPLATE_IDS:
+            raise serializers.ValidationError(f"{value!r} stands for something else.")
+        return value
+
+
+class Page(serializers.Serializer[Any]):
+    """The query of a list that may be asked for in pieces."""
+
+    limit = serializers.IntegerField(min_value=1, max_value=1000, required=False)
+    cursor = serializers.CharField(max_length=100, required=False)
+
+
+class HistoryPage(serializers.Serializer[Any]):
+    """The query of a history."""
+
+    limit = serializers.IntegerField(min_value=1, max_value=1000, default=100)
+    cursor = serializers.IntegerField(
+        min_value=0, max_value=2**31 - 1, required=False, help_text="From `next_cursor`."
+    )
 
 
 class Cmd(StrictSerializer):

@@ -6,7 +6,9 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accounts.api.views import TeamView
+from accounts.models import Team
 from common.api.envelope import ok
+from sandboxes import snapshots
 from sandboxes.api import schema
 from sandboxes.api.bodies import template_body
 from sandboxes.errors import TemplateNotFound
@@ -32,7 +34,10 @@ class TemplateList(TeamView):
 class TemplateDetail(TeamView):
     """`/templates/<id>`: the team's own, or else the public one of this id."""
 
-    required_permission = {"GET": "template:read"}  # noqa: RUF012
+    required_permission = {  # noqa: RUF012
+        "GET": "template:read",
+        "DELETE": "template:delete",
+    }
 
     @extend_schema(
         summary="Show a template",
@@ -40,14 +45,30 @@ class TemplateDetail(TeamView):
         | schema.refusals(403, 404),
     )
     def get(self, request: Request, template_id: str) -> Response:
-        if "\0" in template_id:
-            raise TemplateNotFound(template_id)
-        found = (
-            Template.objects.visible_to(self.team)
-            .filter(template_id=template_id.lower())
-            .order_by(F("team_id").asc(nulls_last=True))
-            .first()
-        )
-        if found is None:
-            raise TemplateNotFound(template_id)
-        return ok(template_body(found))
+        return ok(template_body(find_template(template_id, self.team)))
+
+    @extend_schema(
+        summary="Delete a template of the team",
+        description="Sandboxes that were made of it, and their snapshots, stay as they are.",
+        responses={200: schema.enveloped("Message", schema.MessageAnswer())}
+        | schema.refusals(403, 404),
+    )
+    def delete(self, request: Request, template_id: str) -> Response:
+        found = find_template(template_id, self.team)
+        snapshots.delete_template(template=found, by=self.doer)
+        return ok({"message": "The template is deleted."})
+
+
+def find_template(template_id: str, team: Team) -> Template:
+    """Return the team's own template of this id, or else the public one.
+
+    Raises:
+        TemplateNotFound: there is none.
+    """
+    if "\0" in template_id:
+        raise TemplateNotFound(template_id)
+    visible = Template.objects.visible_to(team).filter(template_id=template_id.lower())
+    found = visible.order_by(F("team_id").asc(nulls_last=True)).first()
+    if found is None:
+        raise TemplateNotFound(template_id)
+    return found

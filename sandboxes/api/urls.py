@@ -7,10 +7,12 @@ from sandboxes.api import (
     file_views,
     quota_views,
     sandbox_views,
+    snapshot_views,
     template_views,
 )
 
 SANDBOX = "sandboxes/<str:sandbox_id>"
+SNAPSHOT = "sandbox-rootfs-snapshots/<str:snapshot_id>"
 CONTEXT = f"{SANDBOX}/contexts/<str:context_id>"
 
 urlpatterns = [
@@ -20,6 +22,12 @@ urlpatterns = [
     path(f"{SANDBOX}/pause", sandbox_views.SandboxPause.as_view()),
     path(f"{SANDBOX}/resume", sandbox_views.SandboxResume.as_view()),
     path(f"{SANDBOX}/refresh", sandbox_views.SandboxRefresh.as_view()),
+    path(f"{SANDBOX}/snapshots", snapshot_views.SandboxSnapshots.as_view()),
+    path(f"{SANDBOX}/rootfs/restore", snapshot_views.SandboxRestore.as_view()),
+    path(f"{SANDBOX}/rootfs/rebase", snapshot_views.SandboxRebase.as_view()),
+    path(f"{SANDBOX}/fork", snapshot_views.SandboxFork.as_view()),
+    path(f"{SANDBOX}/history", snapshot_views.SandboxHistory.as_view()),
+    path(SNAPSHOT, snapshot_views.SnapshotDetail.as_view()),
     path(f"{SANDBOX}/contexts", context_views.ContextList.as_view()),
     path(CONTEXT, context_views.ContextDetail.as_view()),
     path(f"{CONTEXT}/input", context_views.ContextInputView.as_view()),
@@ -38,6 +46,7 @@ urlpatterns = [
     path(f"{SANDBOX}/files/list", file_views.FileList.as_view()),
     path(f"{SANDBOX}/files/move", file_views.FileMove.as_view()),
     path("templates", template_views.TemplateList.as_view()),
+    path("templates/from-sandbox", snapshot_views.TemplateFromSandboxView.as_view()),
     path("templates/<str:template_id>", template_views.TemplateDetail.as_view()),
     path("quotas", quota_views.QuotaList.as_view()),
     path("quotas/<str:dimension>", quota_views.QuotaDetail.as_view()),

@@ -98,6 +98,7 @@ class FakeDisks:
         number = next(self._numbers)
         commit = Commit(
             root_key=f"roots/{volume_id.hex}/{disk.epoch:08x}/{number:032x}",
+            base_root_key=disk.root_key,
             blocks_changed=disk.writes,
             uploaded_bytes=disk.writes,
             packs=1,

@@ -1,16 +1,18 @@
 """A host in memory, a template on it, and what runs there."""
 
+import time
 from collections.abc import Callable
 
 import pytest
 from django.conf import settings
 from django.utils import timezone
+from dramatiq.errors import Retry
 
 from accounts.models import Team
 from common.units import GiB, MiB, TiB
 from hosts.models import Generation, Host, Volume
 from hosts.services import publish_generation
-from sandboxes import operations, services
+from sandboxes import actors, operations, services
 from sandboxes.models import Sandbox, Template
 from tests.fakes.host import FakeHost
 from tests.fakes.hypervisor import FakeHypervisor
@@ -35,6 +37,23 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     FakeHypervisor.reset()
     machine = FakeHost()
     machine.install(monkeypatch)
+    return machine
+
+
+@pytest.fixture
+def at_once(
+    machine: FakeHost, monkeypatch: pytest.MonkeyPatch, transactional_db: None
+) -> FakeHost:
+    """The same, and what is sent to it is done before the sender goes on."""
+
+    def send(actor: actors.HostActor, queue_name: str, *args: object) -> object:
+        while True:
+            try:
+                return actor.fn(*args)
+            except Retry:
+                time.sleep(0.02)
+
+    monkeypatch.setattr(actors, "send", send)
     return machine
 
 

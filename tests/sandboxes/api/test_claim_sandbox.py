@@ -103,7 +103,7 @@ def test_it_refuses_a_bad_config_and_names_the_field(
     assert not Sandbox.objects.exists()
 
 
-@pytest.mark.parametrize("more", [{"snapshot_id": "x"}, {"memory": "1Gi"}, {"template": ""}])
+@pytest.mark.parametrize("more", [{"snapshot": "x"}, {"memory": "1Gi"}, {"template": ""}])
 def test_it_refuses_other_fields(alice: APIClient, more: dict[str, object]) -> None:
     response = claim(alice, body=more)
 

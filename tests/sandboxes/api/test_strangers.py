@@ -19,6 +19,10 @@ BASE = "/api/v1"
 FILE = "?path=/etc/hostname"
 CMD = {"type": "cmd", "cmd": {"command": ["true"]}, "wait_until_done": True}
 
+REBASE = {"target_base_artifact_digest": "sha256:0"}
+FROM_SANDBOX = {"template_id": "mine", "sandbox_id": "rs-c1-nosuch-abcde"}
+SNAPSHOT = "sandbox-rootfs-snapshots/rootfs-snapshot-aaaaaaaaaaaaaaaaaaaa"
+
 # Route, methods with a body where one is needed, the permission that each wants.
 SANDBOX_ROUTES: list[tuple[str, str, Any, str]] = [
     ("sandboxes/{id}", "get", None, "sandbox:read"),
@@ -48,12 +52,22 @@ SANDBOX_ROUTES: list[tuple[str, str, Any, str]] = [
         {"source": "/a", "destination": "/b"},
         "sandbox:write",
     ),
+    ("sandboxes/{id}/snapshots", "get", None, "sandbox:read"),
+    ("sandboxes/{id}/snapshots", "post", {}, "sandbox:write"),
+    ("sandboxes/{id}/rootfs/restore", "post", {"generation": 0}, "sandbox:write"),
+    ("sandboxes/{id}/rootfs/rebase", "put", REBASE, "sandbox:write"),
+    ("sandboxes/{id}/fork", "post", {}, "sandbox:create"),
+    ("sandboxes/{id}/history", "get", None, "sandbox:read"),
 ]
 OTHER_ROUTES: list[tuple[str, str, Any, str]] = [
     ("sandboxes", "get", None, "sandbox:read"),
     ("sandboxes", "post", {"template": "default"}, "sandbox:create"),
     ("templates", "get", None, "template:read"),
     ("templates/default", "get", None, "template:read"),
+    ("templates/nosuch", "delete", None, "template:delete"),
+    ("templates/from-sandbox", "post", FROM_SANDBOX, "template:create"),
+    (SNAPSHOT, "get", None, "sandbox:read"),
+    (SNAPSHOT, "delete", None, "sandbox:write"),
     ("quotas", "get", None, "quota:read"),
     ("quotas/active_sandboxes", "get", None, "quota:read"),
 ]
@@ -70,7 +84,13 @@ def ask(client: APIClient, route: str, method: str, body: Any, sandbox_id: str =
 
 def test_the_table_has_every_route() -> None:
     tabled = {
-        (re.sub(r"\?.*", "", route).format(id="ID").replace("ctx-1", "CTX"), method.upper())
+        (
+            re.sub(r"\?.*", "", route)
+            .replace("nosuch", "default")
+            .format(id="ID")
+            .replace("ctx-1", "CTX"),
+            method.upper(),
+        )
         for route, method, _, _ in SANDBOX_ROUTES + OTHER_ROUTES
     }
     served = set()
@@ -80,6 +100,7 @@ def test_the_table_has_every_route() -> None:
             ("<str:sandbox_id>", "ID"),
             ("<str:context_id>", "CTX"),
             ("<str:template_id>", "default"),
+            ("<str:snapshot_id>", SNAPSHOT.partition("/")[2]),
             ("<str:dimension>", "active_sandboxes"),
         ):
             route = route.replace(part, name)
