@@ -12,13 +12,16 @@ what makes it safe to delete what no root names (see `collect`).
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from heapq import merge
+from operator import itemgetter
 from pathlib import Path
 from threading import BoundedSemaphore, Event
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from uuid import UUID
 
 from common.units import MiB
@@ -37,11 +40,11 @@ from hosts.volumes.index import (
     Root,
     check_device_size,
 )
-from hosts.volumes.keys import Keyring
+from hosts.volumes.keys import Keyring, Sealer
 from hosts.volumes.naming import Kind, ObjectName, content_digest, parse_key
 from hosts.volumes.objects import ObjectReader, ObjectStore
 from hosts.volumes.qcow2 import Overlay, open_overlay
-from hosts.volumes.reader import load_leaf
+from hosts.volumes.reader import ReaderMemory, VolumeReader, load_leaf
 
 PACK_BYTES = 6 * MiB
 """A pack is closed when it reaches this: large enough that requests cost little beside
@@ -52,6 +55,15 @@ PACK_BLOCKS = 8192
 
 UPLOADS = 8
 """Packs on their way at once: one stream fills no link to an object store."""
+
+ENCODERS = 2
+"""Threads that hash, compress and seal: all three let go of the interpreter's lock."""
+
+BATCH_BLOCKS = 16
+"""Blocks that a thread is given at once: handing over costs about what a block does."""
+
+BATCHES = 4
+"""Batches under way, 1 MiB each."""
 
 Progress = Callable[[int, int], None]
 """Told (bytes of the device done, bytes in all)."""
@@ -137,6 +149,7 @@ def import_image(
         read_leaf=_no_leaf,
         keyring=keyring,
         cache=cache,
+        rewrite=frozenset(),
     ) as writer:
         fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -152,7 +165,9 @@ def import_image(
                 progress(image_bytes, image_bytes)
         finally:
             os.close(fd)
-        return writer.finish()
+        commit = writer.finish(even_if_unchanged=True)
+        assert commit is not None
+        return commit
 
 
 def _no_leaf(ref: LeafRef) -> Leaf:
@@ -183,6 +198,7 @@ def commit_overlays(
     store: ObjectStore,
     cache: ObjectCache,
     keyring: Keyring,
+    rewrite: frozenset[ObjectName] = frozenset(),
 ) -> Commit | None:
     """Write the changes of overlays over their base as a new generation.
 
@@ -192,8 +208,10 @@ def commit_overlays(
     Args:
         overlays: the lowest first. Nobody may be writing to them.
         cache: for roots and leaves of the base; uploaded objects are put into it.
+        rewrite: packs that the new generation shall not need: what is left alive in them
+            is written anew. Of packs that the base does not name nothing is done.
 
-    Returns: None when the device reads exactly as its base.
+    Returns: None when the device reads exactly as its base, and nothing was to be rewritten.
 
     Raises:
         StoreUnavailable: call again; what was uploaded is found.
@@ -208,6 +226,7 @@ def commit_overlays(
         layers = [stack.enter_context(open_overlay(path)) for path in overlays]
         if any(layer.size_bytes != base.size_bytes for layer in layers):
             raise Corrupt("An overlay has another size than its base.")
+        rewrite = rewrite & base.packs.keys()
         writer = stack.enter_context(
             _Writer(
                 store,
@@ -218,11 +237,38 @@ def commit_overlays(
                 read_leaf=read_leaf,
                 keyring=keyring,
                 cache=cache,
+                rewrite=rewrite,
             )
         )
-        for number, block in _overlaid_blocks(layers, base.size_bytes // BLOCK_BYTES):
+        blocks = _overlaid_blocks(layers, base.size_bytes // BLOCK_BYTES)
+        if rewrite:
+            reader = VolumeReader(base, ReaderMemory(cache), keyring)
+            blocks = _with_rewritten(blocks, _blocks_in(base, read_leaf, rewrite), reader)
+        for number, block in blocks:
             writer.write(number, block)
-        return writer.finish() if writer.blocks_changed else None
+        return writer.finish()
+
+
+def _blocks_in(
+    root: Root, read_leaf: LeafSource, packs: frozenset[ObjectName]
+) -> Iterator[int]:
+    """List the blocks that a generation has in some packs, in order."""
+    for leaf_number, ref in sorted(root.leaves.items()):
+        for slot in read_leaf(ref).slots_in(packs):
+            yield leaf_number * LEAF_BLOCKS + slot
+
+
+def _with_rewritten(
+    blocks: Iterator[tuple[int, bytes]], numbers: Iterator[int], reader: VolumeReader
+) -> Iterator[tuple[int, bytes]]:
+    """Add blocks of the base to those of overlays, which win, in order."""
+    last = -1
+    unread = ((number, b"") for number in numbers)
+    for number, block in merge(blocks, unread, key=itemgetter(0)):
+        if number == last:
+            continue  # the overlay's came first
+        last = number
+        yield number, block or reader.read_block(number)
 
 
 def _overlaid_blocks(layers: Sequence[Overlay], end: int) -> Iterator[tuple[int, bytes]]:
@@ -239,8 +285,46 @@ def _overlaid_blocks(layers: Sequence[Overlay], end: int) -> Iterator[tuple[int,
                 yield number, layer.read(cluster)
 
 
+class _Block(NamedTuple):
+    """A block on its way into a pack."""
+
+    leaf_number: int
+    slot: int
+    before: Entry | None
+    must_move: bool
+    """Written even if it is what the base has: the base's pack is to be emptied."""
+    data: bytes
+
+
+class _Encoded(NamedTuple):
+    """What became of a block: a hole where there is no digest, else bytes for a pack."""
+
+    block: _Block
+    digest: bytes | None
+    stored: bytes
+    """Empty when nothing has to be stored."""
+
+
+def _encode(blocks: Sequence[_Block], sealer: Sealer | None) -> list[_Encoded]:
+    """Hash blocks; compress and seal those that differ from the base's."""
+    done = []
+    for block in blocks:
+        if block.data == ZERO_BLOCK:
+            done.append(_Encoded(block, None, b""))
+            continue
+        digest = content_digest(block.data)
+        is_same = block.before is not None and block.before.digest == digest
+        stored = b"" if is_same and not block.must_move else encode_block(block.data, sealer)
+        done.append(_Encoded(block._replace(data=b""), digest, stored))
+    return done
+
+
 class _Writer:
-    """Takes blocks in ascending order, and writes those that differ from the base."""
+    """Takes blocks in ascending order, and writes those that differ from the base.
+
+    A few threads hash, compress and seal while the caller reads; what they give is taken
+    in order, so the packs do not depend on who was faster.
+    """
 
     def __init__(
         self,
@@ -253,6 +337,7 @@ class _Writer:
         read_leaf: LeafSource,
         keyring: Keyring,
         cache: ObjectCache | None,
+        rewrite: frozenset[ObjectName],
     ) -> None:
         self._volume_id = volume_id
         self._epoch = epoch
@@ -262,53 +347,73 @@ class _Writer:
             NO_PARENT if base_root_key is None else parse_key(base_root_key)[1].digest
         )
         self._read_leaf = read_leaf
-        self._keyring = keyring
+        self._rewrite = rewrite
         self._sealer = keyring.sealer(volume_id.bytes)
         self._root = base.child(None if self._sealer is None else self._parent)
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
+        self._batch: list[_Block] = []
+        self._encoding: deque[Future[list[_Encoded]]] = deque()
         self._uploads = _Uploads(store, cache)
         self._pack = _OpenPack(self._parent)
         self._leaf_number = -1
         self._leaf = Leaf.empty()
+        self._taken_leaf_number = -1
         self._changes: dict[int, dict[int, Entry | None]] = {}
         self._encoded: dict[int, bytes | None] = {}
         self._live: dict[ObjectName, int] = {}
         self._stored: dict[ObjectName, int] = {}
-        self.blocks_changed = 0
+        self._blocks_changed = 0
         self._index_bytes = 0
 
     def __enter__(self) -> "_Writer":
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._encoders.shutdown(wait=True, cancel_futures=True)
         self._uploads.close()
 
-    def write(self, number: int, block: bytes) -> None:
+    def write(self, number: int, data: bytes) -> None:
         leaf_number, slot = divmod(number, LEAF_BLOCKS)
         before = self._base_leaf(leaf_number)[slot]
-        if block == ZERO_BLOCK:
-            if before is not None:
-                self._change(leaf_number, slot, None)
-            return
-        digest = content_digest(block)
-        if before is not None and before.digest == digest:
-            return
-        self.blocks_changed += 1
-        self._pack.add(leaf_number, slot, encode_block(block, self._sealer), digest)
-        if self._pack.is_full():
-            self._close_pack()
+        must_move = before is not None and before.pack in self._rewrite
+        self._batch.append(_Block(leaf_number, slot, before, must_move, data))
+        if len(self._batch) == BATCH_BLOCKS:
+            self._encode_batch()
+            while len(self._encoding) > BATCHES:
+                self._take(self._encoding.popleft().result())
 
     def _base_leaf(self, number: int) -> Leaf:
         if number != self._leaf_number:
-            if not self._pack.entries:
-                self._encode_leaves(before=number)
             ref = self._base.leaves.get(number)
             self._leaf = Leaf.empty() if ref is None else self._read_leaf(ref)
             self._leaf_number = number
         return self._leaf
 
+    def _encode_batch(self) -> None:
+        if self._batch:
+            self._encoding.append(self._encoders.submit(_encode, self._batch, self._sealer))
+            self._batch = []
+
+    def _take(self, encoded: Sequence[_Encoded]) -> None:
+        for block, digest, stored in encoded:
+            if block.leaf_number != self._taken_leaf_number:
+                self._taken_leaf_number = block.leaf_number
+                if not self._pack.entries:
+                    self._encode_leaves(before=block.leaf_number)
+            if digest is None:
+                if block.before is not None:
+                    self._blocks_changed += 1
+                    self._change(block.leaf_number, block.slot, None)
+                continue
+            if not stored:
+                continue
+            if block.before is None or block.before.digest != digest:
+                self._blocks_changed += 1
+            self._pack.add(block.leaf_number, block.slot, stored, digest)
+            if self._pack.is_full():
+                self._close_pack()
+
     def _change(self, leaf_number: int, slot: int, entry: Entry | None) -> None:
-        if entry is None:
-            self.blocks_changed += 1
         self._changes.setdefault(leaf_number, {})[slot] = entry
 
     def _close_pack(self) -> None:
@@ -322,7 +427,7 @@ class _Writer:
             self._change(leaf_number, slot, Entry(name, offset, length, digest))
         self._uploads.start(name.key("packs"), body)
         self._pack = _OpenPack(self._parent)
-        self._encode_leaves(before=self._leaf_number)
+        self._encode_leaves(before=self._taken_leaf_number)
 
     def _encode_leaves(self, *, before: int) -> None:
         for number in sorted(n for n in self._changes if n < before):
@@ -340,10 +445,15 @@ class _Writer:
         for pack, count in live.items():
             self._live[pack] = self._live.get(pack, 0) + sign * count
 
-    def finish(self) -> Commit:
-        """Upload what is left, then the leaves, then the root."""
+    def finish(self, *, even_if_unchanged: bool = False) -> Commit | None:
+        """Upload what is left, then the leaves, then the root; None for no change."""
+        self._encode_batch()
+        while self._encoding:
+            self._take(self._encoding.popleft().result())
         self._close_pack()
         self._encode_leaves(before=self._root.size_bytes)
+        if not self._encoded and not even_if_unchanged:
+            return None
         self._uploads.wait()
         reach("commit.packs")
         self._put_leaves()
@@ -357,7 +467,7 @@ class _Writer:
         return Commit(
             root_key=root_key,
             size_bytes=self._root.size_bytes,
-            blocks_changed=self.blocks_changed,
+            blocks_changed=self._blocks_changed,
             uploaded_bytes=sum(self._stored.values()) + index_bytes,
             packs=len(self._stored),
             index_bytes=index_bytes,

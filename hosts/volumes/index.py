@@ -14,7 +14,7 @@ whatever the bytes are, the answer is a value or `Corrupt`, in bounded memory.
 """
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -151,6 +151,23 @@ class Leaf:
                 pack = self._packs[number]
                 live[pack] = live.get(pack, 0) + length
         return live
+
+    @property
+    def packs(self) -> list[ObjectName]:
+        """The packs that it names."""
+        return list(self._packs)
+
+    def slots_in(self, packs: Collection[ObjectName]) -> list[int]:
+        """List the places whose blocks are in some packs, in order."""
+        wanted = {number for number, pack in enumerate(self._packs) if pack in packs}
+        if not wanted:
+            return []
+        numbers, _, lengths = self._columns_as_numbers()
+        return [
+            slot
+            for slot, (number, length) in enumerate(zip(numbers, lengths, strict=True))
+            if length and number in wanted
+        ]
 
     def changed(self, changes: Mapping[int, Entry | None]) -> "Leaf":
         """Make a leaf with some entries replaced (None makes a hole)."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 from common.units import MiB
-from hosts.volumes.blocks import BLOCK_BYTES, decode_block
+from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK, decode_block
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.errors import Corrupt
 from hosts.volumes.index import LEAF_BLOCKS, Entry, Leaf, LeafRef, Root
@@ -85,6 +85,13 @@ class VolumeReader:
                 bytes(count) if block is None else block[skip : skip + count]
             )
             done += count
+
+    def read_block(self, number: int) -> bytes:
+        """Read one block whole.
+
+        Raises: what `read_into` does.
+        """
+        return self._block(number) or ZERO_BLOCK
 
     def _entry(self, number: int) -> Entry | None:
         leaf_number, slot = divmod(number, LEAF_BLOCKS)

@@ -12,7 +12,8 @@ from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit, commit_overlays, import_image, load_root
 from hosts.volumes.errors import Corrupt, StoreUnavailable
-from hosts.volumes.keys import Keyring
+from hosts.volumes.index import Root
+from hosts.volumes.keys import GivenKeys, Keyring, PlainKeys
 from hosts.volumes.naming import ObjectName, parse_key
 from hosts.volumes.reader import ReaderMemory, VolumeReader
 from tests.hosts.volumes.given_keys import KeyForEach
@@ -49,7 +50,13 @@ class Bench:
         qemu_io(path, *commands)
         return path
 
-    def commit(self, base: Commit, *overlays: Path, epoch: int = 1) -> Commit | None:
+    def commit(
+        self,
+        base: Commit,
+        *overlays: Path,
+        epoch: int = 1,
+        rewrite: frozenset[ObjectName] = frozenset(),
+    ) -> Commit | None:
         return commit_overlays(
             overlays,
             base_root_key=base.root_key,
@@ -58,7 +65,11 @@ class Bench:
             store=self.store,
             cache=self.cache,
             keyring=self.keyring,
+            rewrite=rewrite,
         )
+
+    def root(self, commit: Commit) -> Root:
+        return load_root(self.store, commit.root_key, self.keyring)
 
     def read(self, commit: Commit, offset: int, length: int) -> bytes:
         reader = VolumeReader(
@@ -230,3 +241,101 @@ def test_an_overlay_of_another_size_is_refused(bench: Bench) -> None:
     subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", other, "2G"], check=True)
     with pytest.raises(Corrupt):
         bench.commit(base, other)
+
+
+def test_packs_that_are_to_be_emptied_are_not_needed_any_more(bench: Bench) -> None:
+    base = bench.import_bytes(os.urandom(8 * MiB))
+    old = frozenset(bench.root(base).packs)
+    assert len(old) == 2
+    commit = bench.commit(base, bench.overlay("one", "write -P 0x31 0 64k"), rewrite=old)
+    assert commit is not None
+    assert not old & bench.root(commit).packs.keys()
+    assert commit.blocks_changed == 1
+    content = bench.read(base, 0, 8 * MiB)
+    assert bench.read(commit, 0, 8 * MiB) == b"1" * 64 * KiB + content[64 * KiB :]
+
+
+def test_a_pack_is_emptied_though_nothing_else_changed(bench: Bench) -> None:
+    base = bench.import_bytes(os.urandom(8 * MiB))
+    first = min(bench.root(base).packs)
+    same = bench.overlay("none")
+    assert bench.commit(base, same) is None
+    commit = bench.commit(base, same, rewrite=frozenset([first]))
+    assert commit is not None
+    assert commit.blocks_changed == 0
+    assert first not in bench.root(commit).packs
+    assert len(bench.root(commit).packs) == 2
+    assert bench.read(commit, 0, 8 * MiB) == bench.read(base, 0, 8 * MiB)
+
+
+def test_a_rewritten_block_that_is_written_as_it_was_leaves_its_pack_too(bench: Bench) -> None:
+    base = bench.import_bytes(b"1" * MiB)
+    (only,) = bench.root(base).packs
+    overlay = bench.overlay("one", "write -P 0x31 0 256k")
+    commit = bench.commit(base, overlay, rewrite=frozenset([only]))
+    assert commit is not None
+    assert only not in bench.root(commit).packs
+    assert bench.read(commit, 0, MiB) == b"1" * MiB
+
+
+def test_packs_that_the_base_does_not_name_are_not_rewritten(bench: Bench) -> None:
+    base = bench.import_bytes(b"1" * MiB)
+    stranger = ObjectName(uuid4().bytes, 1, b"x" * 16)
+    assert bench.commit(base, bench.overlay("o"), rewrite=frozenset([stranger])) is None
+
+
+def test_a_commit_says_what_it_put(bench: Bench) -> None:
+    base = bench.import_bytes(b"b" * MiB)
+    before = set(bench.store.objects)
+    commit = bench.commit(base, bench.overlay("one", "write -P 0x31 0 64k"))
+    assert commit is not None
+    assert commit.base_root_key == base.root_key
+    new = {key: len(bench.store.objects[key]) for key in set(bench.store.objects) - before}
+    assert dict(commit.objects) == new
+    assert sum(new.values()) == commit.uploaded_bytes
+
+
+def test_the_same_writes_over_another_base_make_other_objects(bench: Bench) -> None:
+    base = bench.import_bytes(b"b" * MiB)
+    there = bench.overlay("there", "write -P 0x31 0 64k")
+    back = bench.overlay("back", "write -P 0x62 0 64k")
+    keys: set[str] = set()
+    commit = base
+    for overlay in (there, back, there, back):
+        after = bench.commit(commit, overlay)
+        assert after is not None
+        assert not keys & {key for key, _ in after.objects}
+        keys |= {key for key, _ in after.objects}
+        commit = after
+
+
+def test_nothing_of_a_disk_is_in_the_store_in_the_clear(bench: Bench) -> None:
+    secret = b"a secret that is longer than a block of AES"
+    base = bench.import_bytes(secret + os.urandom(4096))
+    assert not any(secret in body for body in bench.store.objects.values())
+    assert not any(
+        body.startswith((b"SKROOT", b"SKLEAF")) for body in bench.store.objects.values()
+    )
+    assert bench.read(base, 0, len(secret)) == secret
+
+
+def test_a_volume_of_the_release_before_stays_plain_and_readable(bench: Bench) -> None:
+    sealed = bench.keyring
+    bench.keyring = Keyring(PlainKeys())
+    base = bench.import_bytes(b"b" * MiB)
+    commit = bench.commit(base, bench.overlay("one", "write -P 0x31 0 64k"))
+    assert commit is not None
+    assert bench.store.objects[commit.root_key].startswith(b"SKROOT\0\1")
+    assert bench.read(commit, 0, 64 * KiB) == b"1" * 64 * KiB
+    # A new volume over a plain one has a key of its own.
+    bench.keyring = Keyring(
+        GivenKeys({parsed_volume(base): None} | dict(KeyForEach().keys_of([VOLUME])))
+    )
+    over = bench.commit(base, bench.overlay("two", "write -P 0x32 0 64k"), epoch=2)
+    assert over is not None
+    assert bench.read(over, 0, MiB) == b"2" * 64 * KiB + b"b" * (MiB - 64 * KiB)
+    bench.keyring = sealed
+
+
+def parsed_volume(commit: Commit) -> UUID:
+    return UUID(bytes=parse_key(commit.root_key)[1].volume)
