@@ -5,28 +5,43 @@ import os
 import pwd
 import shutil
 import subprocess
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
+from common.units import MiB
+from hosts.volumes import layers
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit, commit_overlays, open_root
 from hosts.volumes.disk_state import DiskState
-from hosts.volumes.errors import NotAttached, OverlayMismatch, StaleEpoch, Uncommitted
+from hosts.volumes.errors import (
+    DaemonFailed,
+    NotAttached,
+    OverlayMismatch,
+    StaleEpoch,
+    Uncommitted,
+)
 from hosts.volumes.export_daemon import ExportDaemon
 from hosts.volumes.failpoints import reach
 from hosts.volumes.index import Root
 from hosts.volumes.keys import Keyring, KeySource, PlainKeys
 from hosts.volumes.naming import parse_key
 from hosts.volumes.objects import ObjectStore, StoreConfig
+from hosts.volumes.pacing import DEFAULT_BUDGET_BYTES, Limits
 from hosts.volumes.qcow2 import open_overlay
 from hosts.volumes.qmp import Qmp, QmpRefused
 from hosts.volumes.storage_daemon import StorageDaemon
 
 MAX_CHAIN = 8
 """Overlays at most: while uploads fail, a checkpoint adds no more of them."""
+
+DEFAULT_LAYER_BUDGET_BYTES = 512 * MiB
+
+FRESH_NS = 0
+"""The time of change of an overlay that nobody has written to: so a look at the file is
+enough to know that a disk is idle."""
 
 Publish = Callable[[Commit], None]
 """Moves the head. It may be called again with the root that is the head already (the
@@ -50,6 +65,10 @@ class DisksConfig:
     """Knows what the volumes' objects are encrypted with."""
     socket_group: str | None = None
     """The group that may open a disk's socket: QEMU's."""
+    log_budget_bytes: int = DEFAULT_BUDGET_BYTES
+    """What the overlays of one disk may take; its writer is slowed before that."""
+    layer_budget_bytes: int = DEFAULT_LAYER_BUDGET_BYTES
+    """What the local layer of one disk may take before it is begun anew; 0: no layers."""
 
     @property
     def cache_dir(self) -> Path:
@@ -78,6 +97,18 @@ class AttachedDisk:
     size_bytes: int
     socket: Path
     """NBD over a UNIX socket; the export is called "disk"."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What a cut has left to be stored."""
+
+    last: int | None
+    """The highest frozen overlay; None when there is none."""
+    is_all: bool
+    """Everything written until the cut is in it."""
+    root_key: str
+    """What the disk is based on."""
 
 
 class Disk:
@@ -119,7 +150,35 @@ class Disk:
     def is_served(self) -> bool:
         return self.daemon.is_running() and self.export.is_running()
 
+    # -- what is here, by its files alone -------------------------------------------------
+
+    def log_bytes(self) -> int:
+        """Count what the overlays that were written to take."""
+        return sum(
+            found.st_blocks * 512 for found in self._overlay_stats() if _is_written(found)
+        )
+
+    def has_written(self) -> bool:
+        """Tell whether anything waits to be stored; a discard may go unnoticed for a while."""
+        return any(_is_written(found) for found in self._overlay_stats())
+
+    def written_at_ns(self) -> int:
+        """Say when an overlay's file was last changed; 0 when none ever was."""
+        return max((found.st_mtime_ns for found in self._overlay_stats()), default=FRESH_NS)
+
+    def _overlay_stats(self) -> Iterator[os.stat_result]:
+        for number in self.state.overlays if self.state is not None else ():
+            with suppress(FileNotFoundError):
+                yield self.daemon.overlay_path(number).stat()
+
     # -- attach -------------------------------------------------------------------------
+
+    def goes_on_with(self, root_key: str, epoch: int) -> bool:
+        """Tell whether to attach this root is to go on with what is here."""
+        state = self.state
+        if state is None or state.epoch != epoch or state.is_put_away:
+            return False
+        return root_key in (state.root_key, state.pending_root_key, *state.past_root_keys)
 
     def attach(self, root_key: str, epoch: int) -> None:
         self._settle_with(root_key, epoch)
@@ -128,8 +187,10 @@ class Disk:
         state = self._require()
         # Others pass through to the disk's socket; the rest is the daemons' alone.
         self._config.own_dir(self._run_dir, 0o711)
-        if not state.overlays:
-            state.add_overlay()
+        if not state.overlays or state.is_put_away:
+            if not state.overlays:
+                state.add_overlay()
+            state.is_put_away = False
             self._save()
         reach("attach.recorded")
         for number in state.overlays:
@@ -154,7 +215,7 @@ class Disk:
         elif root_key == state.pending_root_key:
             state.settle()
             self._save()
-        elif root_key != state.root_key:
+        elif root_key not in (state.root_key, *state.past_root_keys):
             if self._is_uncommitted():
                 raise OverlayMismatch("The overlay here was written over another root.")
             self._tear_down()
@@ -172,8 +233,11 @@ class Disk:
 
     def _make_overlay(self, number: int) -> None:
         path = self.daemon.overlay_path(number)
-        if path.exists():
-            return
+        if not path.exists():
+            self._make_image(path)
+
+    def _make_image(self, path: Path) -> None:
+        """Make an empty qcow2 of the disk's size that nobody has written to yet."""
         new = path.with_suffix(".new")
         new.unlink(missing_ok=True)
         command = ["qemu-img", "create", "-q", "-f", "qcow2"]
@@ -182,6 +246,7 @@ class Disk:
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
         new.chmod(0o600)
         self._config.give(new)
+        os.utime(new, ns=(FRESH_NS, FRESH_NS))
         new.replace(path)
 
     def _ensure_export(self) -> None:
@@ -200,6 +265,8 @@ class Disk:
 
     def _start_daemon(self, state: DiskState) -> None:
         self._unmount()
+        self.daemon.stop()  # one that was killed may still hold its files
+        self._begin_layer()
         group = self._config.socket_group
         self.daemon.start(
             state,
@@ -212,43 +279,106 @@ class Disk:
         state = self._require()
         self._ensure_export()
         self._make_overlay(state.active)
+        if self._layer_is_over(qmp):
+            self._begin_layer()
         self.daemon.reconcile(qmp, state, self.export.socket)
         self._delete_strays()
         self.export.withdraw_others(state.root_key)
 
+    def _begin_layer(self) -> None:
+        """Have an empty layer from here on, or none when the host has none."""
+        state = self._require()
+        if self._config.layer_budget_bytes:
+            path = self.daemon.layer_path(state.begin_layer())
+            path.unlink(missing_ok=True)
+            self._make_image(path)
+        else:
+            state.end_layer()
+        self._save()
+
+    def _layer_is_over(self, qmp: Qmp) -> bool:
+        """Tell whether the layer must go: it may be wrong, or has become too large."""
+        state = self._require()
+        if state.layer is None:
+            return bool(self._config.layer_budget_bytes)
+        dropped = [n for n in self.daemon.overlays(qmp) if n < state.overlays[0]]
+        if dropped and max(dropped) > state.folded:
+            return True
+        return not self.daemon.has_layer(qmp, state.layer) or self.layer_is_large()
+
+    def layer_is_large(self) -> bool:
+        """Tell whether the layer has more than its budget."""
+        if self.state is None or self.state.layer is None:
+            return False
+        try:
+            found = self.daemon.layer_path(self.state.layer).stat()
+        except FileNotFoundError:
+            return False
+        return found.st_blocks * 512 > self._config.layer_budget_bytes
+
+    def renew_layer(self) -> None:
+        """Begin a layer anew that has become too large."""
+        if self.layer_is_large():
+            with self.daemon.connect() as qmp:
+                self._reconcile(qmp)
+
     def _delete_strays(self) -> None:
-        kept = {self.daemon.overlay_path(number) for number in self._require().overlays}
-        for path in self._overlay_dir.glob("overlay-*"):
-            if path not in kept:
-                path.unlink()
+        state = self._require()
+        kept = {self.daemon.overlay_path(number) for number in state.overlays}
+        if state.layer is not None:
+            kept.add(self.daemon.layer_path(state.layer))
+        for pattern in ("overlay-*", "layer-*"):
+            for path in self._overlay_dir.glob(pattern):
+                if path not in kept:
+                    path.unlink()
+
+    def limit_writes(self, limits: Limits, *, release: bool) -> None:
+        with self.daemon.connect() as qmp:
+            self.daemon.limit_writes(qmp, limits, release=release)
 
     # -- committing -----------------------------------------------------------------------
 
-    def checkpoint(self, publish: Publish, around_cut: AroundCut) -> Commit | None:
+    def freeze(self, around_cut: AroundCut, *, leftovers_first: bool) -> Frozen:
+        """Freeze what was written until now under a new overlay, if there is anything.
+
+        Nothing is, when the chain is as long as it may be, or when the frozen overlays that
+        an earlier try has left are to be stored first.
+        """
         state = self._require()
-        commit: Commit | None = None
-        with self.daemon.connect() as qmp:
-            self._reconcile(qmp)
-            while True:
-                can_cut = len(state.overlays) < MAX_CHAIN
-                if can_cut:
-                    with around_cut():
-                        self._cut(qmp)
-                if len(state.overlays) == 1:
-                    return commit
-                commit = self._write_out(len(state.overlays) - 1, publish) or commit
-                reach("drop.recorded")
+        is_all = len(state.overlays) < MAX_CHAIN
+        if leftovers_first and len(state.overlays) > 1:
+            is_all = False
+        if is_all:
+            with self.daemon.connect() as qmp:
+                self._cut(qmp, around_cut)
+        frozen = state.overlays[:-1]
+        return Frozen(frozen[-1] if frozen else None, is_all, state.root_key)
+
+    def _cut(self, qmp: Qmp, around_cut: AroundCut) -> None:
+        state = self._require()
+        self._reconcile(qmp)
+        # All that takes time comes before the writer is held.
+        self._make_overlay(state.next_overlay)
+        self.daemon.prepare(qmp, state.next_overlay)
+        reach("rotate.prepared")
+        try:
+            with around_cut():
+                if self._active_has_written(qmp):
+                    self._rotate(qmp)
+        except BaseException:
+            with suppress(DaemonFailed):
                 self._reconcile(qmp)
-                reach("drop.done")
-                if can_cut:
-                    return commit
+            raise
+        self._reconcile(qmp)
 
-    def _cut(self, qmp: Qmp) -> None:
-        """Freeze what was written until now under a new overlay, if there is anything."""
-        if self._has_written(qmp):
-            self._rotate(qmp)
+    def _rotate(self, qmp: Qmp) -> None:
+        state = self._require()
+        state.add_overlay()
+        self._save()
+        reach("rotate.recorded")
+        self.daemon.reconcile(qmp, state, self.export.socket)
 
-    def _has_written(self, qmp: Qmp) -> bool:
+    def _active_has_written(self, qmp: Qmp) -> bool:
         """Tell whether the active overlay can hold anything at all."""
         state = self._require()
         if self.daemon.has_written(qmp, state):
@@ -264,17 +394,22 @@ class Disk:
         with open_overlay(path) as overlay:
             return not overlay.is_empty()
 
-    def _rotate(self, qmp: Qmp) -> None:
-        self._require().add_overlay()
-        self._save()
-        reach("rotate.recorded")
-        self._reconcile(qmp)
+    def overlays(self) -> list[int]:
+        """List the overlays, the lowest first."""
+        return list(self._require().overlays)
 
-    def _write_out(self, count: int, publish: Publish) -> Commit | None:
-        """Upload the lowest `count` overlays, publish, and drop them from the state file."""
+    def frozen_until(self, last: int) -> list[int]:
+        """List the frozen overlays up to one, the lowest first."""
+        return [number for number in self._require().overlays[:-1] if number <= last]
+
+    def upload(self, numbers: Sequence[int]) -> Commit | None:
+        """Store the lowest overlays, which nobody writes to, over the disk's root.
+
+        It takes long, and needs not the disk's lock but that of its uploads.
+        """
         state = self._require()
-        commit = commit_overlays(
-            [self.daemon.overlay_path(number) for number in state.overlays[:count]],
+        return commit_overlays(
+            [self.daemon.overlay_path(number) for number in numbers],
             base_root_key=state.root_key,
             volume_id=self.volume_id,
             epoch=state.epoch,
@@ -282,28 +417,72 @@ class Disk:
             cache=self._cache,
             keyring=Keyring(self._config.keys),
         )
-        if commit is None:
-            state.drop_lowest(count)
-        else:
-            state.announce(commit.root_key, count)
-            self._save()
-            reach("publish.before")
-            publish(commit)
-            reach("publish.after")
-            state.settle()
-        self._save()
-        return commit
 
-    def commit(self, publish: Publish) -> Commit | None:
+    def announce(self, commit: Commit, count: int) -> None:
+        """Note that a root with the lowest overlays is about to become the head."""
+        self._require().announce(commit.root_key, count)
+        self._save()
+
+    def settle(self, commit: Commit | None, numbers: Sequence[int]) -> None:
+        """Forget overlays that are in the head now, or say nothing that it does not."""
         state = self._require()
+        if commit is None:
+            state.drop_lowest(len(numbers))
+        elif state.pending_root_key == commit.root_key:
+            state.settle()
+        self._save()  # otherwise an `attach` that knew the head has done it
+
+    def drop(self) -> None:
+        """Let the running daemon go on without what the state file has forgotten."""
+        reach("drop.recorded")
+        if self.daemon.is_running():
+            with self.daemon.connect() as qmp:
+                self._reconcile(qmp)
+        reach("drop.done")
+
+    def end(self) -> None:
+        """Serve the disk no more; what was written is in its overlays."""
+        state = self._require()
+        state.is_put_away = True
+        state.end_layer()
+        state.past_root_keys = []
+        self._save()
         self._stop()
         reach("commit.stopped")
-        if not state.overlays:
-            return None
-        commit = self._write_out(len(state.overlays), publish)
+
+    def forget_dropped(self) -> None:
         reach("commit.settled")
         self._delete_strays()
-        return commit
+
+    # -- the layer ------------------------------------------------------------------------
+
+    def begin_fold(self, numbers: Sequence[int]) -> tuple[int, str] | None:
+        """Open the layer for what frozen overlays hold; None when it is to go instead."""
+        state = self._require()
+        paths = [self.daemon.overlay_path(number) for number in numbers]
+        size_bytes = sum(path.stat().st_blocks * 512 for path in paths)
+        if state.layer is None or 2 * size_bytes > self._config.layer_budget_bytes:
+            return None
+        with self.daemon.connect() as qmp:
+            if not self.daemon.has_layer(qmp, state.layer):
+                return None
+            return state.layer, self.daemon.export_layer(qmp, state.layer)
+
+    def fold(self, numbers: Sequence[int], export: str) -> None:
+        """Write what frozen overlays hold into the layer. It needs not the disk's lock."""
+        reach("fold.begun")
+        paths = [self.daemon.overlay_path(number) for number in numbers]
+        layers.fold(paths, self.daemon.socket, export)
+
+    def end_fold(self, layer: int, numbers: Sequence[int]) -> None:
+        """Note that the layer has all of them, unless it has been replaced since."""
+        state = self._require()
+        with self.daemon.connect() as qmp:
+            self.daemon.withdraw_layer(qmp, layer)
+        if state.layer == layer:
+            state.folded = max(numbers)
+            self._save()
+        reach("fold.recorded")
 
     # -- ending -----------------------------------------------------------------------------
 
@@ -316,7 +495,7 @@ class Disk:
         state = self._require()
         if state.overlays and self.daemon.is_running():
             with self.daemon.connect() as qmp:
-                if self._has_written(qmp):
+                if self._active_has_written(qmp):
                     return True
         return any(self._has_clusters(number) for number in state.overlays)
 
@@ -370,6 +549,10 @@ class Disk:
         mountpoint = self.state.mountpoint if self.state is not None else None
         if mountpoint is not None and mountpoint in _mountpoints():
             subprocess.run(["fusermount3", "-u", "-z", mountpoint], check=False)
+
+
+def _is_written(found: os.stat_result) -> bool:
+    return found.st_mtime_ns != FRESH_NS
 
 
 def _mountpoints() -> set[str]:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
+MAX_PAST_ROOTS = 16
+
 
 @dataclass
 class DiskState:
@@ -28,6 +30,16 @@ class DiskState:
     pending_overlays: int = 0
     mountpoint: str | None = None
     """Where the disk is shown by FUSE."""
+    layer: int | None = None
+    """The local layer under the overlays, which a running daemon reads through."""
+    next_layer: int = 0
+    folded: int = -1
+    """The layer has all of the overlays up to this one."""
+    is_put_away: bool = False
+    """All overlays are being stored, the topmost too: nobody may write to it any more."""
+    past_root_keys: list[str] = field(default_factory=list)
+    """Roots that this disk has moved on from while it ran, the last ones. Who knows only one
+    of them has looked at the head a moment too early."""
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -63,6 +75,18 @@ class DiskState:
         self.next_overlay += 1
         return number
 
+    def begin_layer(self) -> int:
+        """Read through a new, empty layer from now on."""
+        self.layer = self.next_layer
+        self.next_layer += 1
+        self.folded = -1
+        return self.layer
+
+    def end_layer(self) -> None:
+        """Read from the base itself from now on."""
+        self.layer = None
+        self.folded = -1
+
     def announce(self, root_key: str, overlays: int) -> None:
         """Note that a root with the lowest so many overlays is about to be published."""
         self.pending_root_key = root_key
@@ -71,6 +95,7 @@ class DiskState:
     def settle(self) -> None:
         """Take the pending root as the base: the head has moved to it."""
         assert self.pending_root_key is not None
+        self.past_root_keys = [*self.past_root_keys, self.root_key][-MAX_PAST_ROOTS:]
         self.root_key = self.pending_root_key
         self.base += 1
         self.drop_lowest(self.pending_overlays)

@@ -1,7 +1,7 @@
 """The attached disks of this host: a generation, the writes over it, and who serves them.
 
-    guest ─ disk.sock ─ qemu-storage-daemon ─ overlay-2 → overlay-1 ─ export.sock ─ nbdkit
-                           (qcow2, local)     active      frozen       (roots, read-only)
+    guest ─ disk.sock ─ storage daemon ─ overlay-2 → overlay-1 → layer ─ export.sock ─ nbdkit
+                        (qcow2, local)   active      frozen      cache   (roots, read-only)
 
 Every disk has a state file, written before the daemons are changed, which says what should
 be. After a crash at any moment, whoever calls next reads it, asks the storage daemon what
@@ -9,16 +9,24 @@ is, and goes forward to what should be. An overlay is deleted only when the stat
 longer names it, and the state file drops it only after the head has moved (or when it is
 discarded by name): until then it is the only copy.
 
+A disk has three locks. The one of its state is held for moments, whoever changes anything:
+so a cut never waits for an upload. The one of its uploads is held while frozen overlays are
+stored, published and dropped. The one of its cuts is held by who wants a cut of a moment of
+its own (a snapshot): until that is published, no other cut is made that could be published
+in its place. They are taken in the order cuts, uploads, state.
+
     RUN_DIR/disks/<volume hex>/       sockets, pidfiles, what the export needs; the daemons' own
-    STATE_DIR/overlays/<volume hex>/  overlay-<n>.qcow2, state.json
+    STATE_DIR/overlays/<volume hex>/  overlay-<n>.qcow2, layer-<n>.qcow2, state.json
     STATE_DIR/cache/                  the host's cache, see `cache`
 """
 
 import fcntl
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from uuid import UUID
@@ -26,10 +34,14 @@ from uuid import UUID
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit
 from hosts.volumes.disk import AroundCut, AttachedDisk, Disk, DisksConfig, Publish
-from hosts.volumes.errors import DiskBusy
+from hosts.volumes.errors import DaemonFailed, DiskBusy, NotAttached
 from hosts.volumes.exports import FetchCounter, Fetched
+from hosts.volumes.failpoints import reach
+from hosts.volumes.pacing import Limits
 from hosts.volumes.storage_daemon import EXPORT_NAME
 from hosts.volumes.store import S3ObjectStore
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "EXPORT_NAME",
@@ -44,6 +56,10 @@ __all__ = [
 LOCK_TIMEOUT_S = 300
 """How long to wait for another worker that has the disk; an upload may be under way."""
 
+LOCK_POLL_S = 0.005
+
+_STATE, _UPLOADS, _CUTS = "lock", "uploads.lock", "cuts.lock"
+
 _PATIENCE_S = 0
 """A commit that cannot read its base gives up: the S3 client has tried several times by
 then, and the caller has its own retries."""
@@ -56,6 +72,31 @@ class DiskHealth(Enum):
     DEAD = "dead"
     """It was attached and is not served any more; `attach` again brings it back."""
     ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A committed moment of a running disk."""
+
+    root_key: str
+    commit: Commit | None
+    """None when nothing was written since the last one."""
+
+
+@dataclass(frozen=True)
+class LogLook:
+    """What the files of an attached disk say about its log."""
+
+    volume_id: UUID
+    root_key: str
+    is_served: bool
+    """Over NBD, to a guest."""
+    log_bytes: int
+    written_at_ns: int
+    """When an overlay was last changed; 0 when there is nothing to store."""
+    frozen: int
+    """Overlays that wait to be stored or are being stored."""
+    layer_is_large: bool
 
 
 class Disks:
@@ -87,6 +128,11 @@ class Disks:
             StoreUnavailable, DaemonFailed, DiskBusy: call again.
         """
         with self._held(volume_id) as disk:
+            if disk.goes_on_with(root_key, epoch):
+                disk.attach(root_key, epoch)
+                return disk.attached()
+        # What is here may have to go: nobody may be storing it.
+        with self._alone(volume_id) as disk:
             disk.attach(root_key, epoch)
             return disk.attached()
 
@@ -98,7 +144,12 @@ class Disks:
         return DiskHealth.ATTACHED if disk.is_served() else DiskHealth.DEAD
 
     def checkpoint(
-        self, volume_id: UUID, publish: Publish, *, around_cut: AroundCut = nullcontext
+        self,
+        volume_id: UUID,
+        publish: Publish,
+        *,
+        around_cut: AroundCut = nullcontext,
+        background: bool = False,
     ) -> Commit | None:
         """Commit what a running disk has written until now; its writer is not stopped.
 
@@ -109,7 +160,10 @@ class Disks:
         Args:
             around_cut: entered before it is looked whether anything was written, and left
                 as soon as writes go to the new overlay, before anything is uploaded. What
-                the writer did until it was held still is in the commit.
+                the writer did until it was held still is in the commit, and nothing later.
+            background: only keep up with the writer. What earlier tries have left is
+                stored before anything is cut, and nothing is cut while someone else makes a
+                cut of his own.
 
         Returns: the last commit, None when nothing changed.
 
@@ -117,8 +171,85 @@ class Disks:
             NotAttached: there is no such disk here, or its storage daemon is gone.
             StoreUnavailable, DaemonFailed, DiskBusy: call again.
         """
+        if background:
+            return self._keep_up(volume_id, publish)
+        return self.cut(volume_id, publish, around_cut=around_cut).commit
+
+    def cut(
+        self, volume_id: UUID, publish: Publish, *, around_cut: AroundCut = nullcontext
+    ) -> Cut:
+        """Do as `checkpoint` does, and name the root of the moment of the cut.
+
+        It is the commit's, or, when nothing was written, the one that was there already:
+        the head may have moved on by the time that the caller looks.
+        """
+        with self._lock_file(volume_id, _CUTS):
+            commit: Commit | None = None
+            while True:
+                with self._held(volume_id) as disk:
+                    frozen = disk.freeze(around_cut, leftovers_first=False)
+                if frozen.last is None:
+                    return Cut(frozen.root_key, commit)
+                with self._lock_file(volume_id, _UPLOADS):
+                    commit = self._store_until(volume_id, frozen.last, publish) or commit
+                    root_key = self._disk(volume_id).attached().root_key
+                if frozen.is_all:
+                    return Cut(root_key, commit)
+
+    def _keep_up(self, volume_id: UUID, publish: Publish) -> Commit | None:
+        commit: Commit | None = None
+        while True:
+            with self._held(volume_id) as disk:
+                try:
+                    with self._lock_file(volume_id, _CUTS, timeout_s=0):
+                        frozen = disk.freeze(nullcontext, leftovers_first=True)
+                except DiskBusy:
+                    return commit  # whoever has it stores all of it
+            if frozen.last is None:
+                return commit
+            with self._lock_file(volume_id, _UPLOADS):
+                commit = self._store_until(volume_id, frozen.last, publish) or commit
+            if frozen.is_all:
+                return commit
+
+    def _store_until(self, volume_id: UUID, last: int, publish: Publish) -> Commit | None:
+        """Store the frozen overlays up to one, publish and drop them."""
+        numbers = self._disk(volume_id).frozen_until(last)
+        if not numbers:
+            return None  # somebody else has
+        commit = self._publish(volume_id, numbers, publish)
+        self._fold(volume_id, numbers)
         with self._held(volume_id) as disk:
-            return disk.checkpoint(publish, around_cut)
+            disk.settle(commit, numbers)
+            disk.drop()
+        return commit
+
+    def _publish(
+        self, volume_id: UUID, numbers: Sequence[int], publish: Publish
+    ) -> Commit | None:
+        """Store a disk's lowest overlays and move the head to what they come to."""
+        commit = self._disk(volume_id).upload(numbers)
+        if commit is not None:
+            with self._held(volume_id) as disk:
+                disk.announce(commit, len(numbers))
+            reach("publish.before")
+            publish(commit)
+            reach("publish.after")
+        return commit
+
+    def _fold(self, volume_id: UUID, numbers: Sequence[int]) -> None:
+        """Keep what was stored in the layer; without that, the layer goes with the overlays."""
+        try:
+            with self._held(volume_id) as disk:
+                begun = disk.begin_fold(numbers)
+            if begun is None:
+                return
+            layer, export = begun
+            disk.fold(numbers, export)
+            with self._held(volume_id) as disk:
+                disk.end_fold(layer, numbers)
+        except (DaemonFailed, NotAttached, FileNotFoundError) as error:
+            log.info("the layer of volume %s begins anew: %s", volume_id, error)
 
     def commit(self, volume_id: UUID, publish: Publish) -> Commit | None:
         """Commit a disk that nobody uses any more; it is not served afterwards.
@@ -131,8 +262,17 @@ class Disks:
             NotAttached: there is no such disk here.
             StoreUnavailable, DaemonFailed, DiskBusy: call again.
         """
-        with self._held(volume_id) as disk:
-            return disk.commit(publish)
+        with self._lock_file(volume_id, _CUTS), self._lock_file(volume_id, _UPLOADS):
+            with self._held(volume_id) as disk:
+                disk.end()
+                numbers = disk.overlays()
+            if not numbers:
+                return None
+            commit = self._publish(volume_id, numbers, publish)
+            with self._held(volume_id) as disk:
+                disk.settle(commit, numbers)
+                disk.forget_dropped()
+            return commit
 
     def detach(self, volume_id: UUID, *, discard: bool) -> None:
         """Stop serving a disk and forget it. Safe to repeat.
@@ -141,18 +281,74 @@ class Disks:
             Uncommitted: it has writes that no commit has, and `discard` was not said. It is
                 left as it was.
         """
-        with self._held(volume_id) as disk:
+        with self._alone(volume_id) as disk:
             disk.detach(discard=discard)
+
+    # -- the log --------------------------------------------------------------------------
+
+    def log_bytes(self, volume_id: UUID) -> int:
+        """Count what the disk's writes that are not stored yet take here."""
+        return self._disk(volume_id).log_bytes()
+
+    def has_written(self, volume_id: UUID) -> bool:
+        """Look whether there is anything to store. Takes no lock and asks no daemon.
+
+        A discard that was never flushed may go unnoticed.
+        """
+        return self._disk(volume_id).has_written()
+
+    def look(self) -> list[LogLook]:
+        """Look at the logs of all disks that are here, by their files alone."""
+        looks = []
+        for volume_id in self._volume_ids():
+            disk = self._disk(volume_id)
+            if disk.state is not None:
+                looks.append(
+                    LogLook(
+                        volume_id=volume_id,
+                        root_key=disk.state.root_key,
+                        is_served=disk.state.mountpoint is None and disk.daemon.is_running(),
+                        log_bytes=disk.log_bytes(),
+                        written_at_ns=disk.written_at_ns(),
+                        frozen=max(0, len(disk.state.overlays) - 1),
+                        layer_is_large=disk.layer_is_large(),
+                    )
+                )
+        return looks
+
+    def is_uploading(self, volume_id: UUID) -> bool:
+        """Look whether somebody stores frozen overlays of the disk at this moment."""
+        try:
+            with self._lock_file(volume_id, _UPLOADS, timeout_s=0):
+                return False
+        except DiskBusy:
+            return True
+
+    def limit_writes(self, volume_id: UUID, limits: Limits, *, release: bool = False) -> None:
+        """Hold a guest's writes back, or (`NO_LIMITS`, `release`) let all of them go.
+
+        Raises:
+            NotAttached, DaemonFailed, DiskBusy: nothing may have changed.
+        """
+        with self._held(volume_id) as disk:
+            disk.limit_writes(limits, release=release)
+
+    def renew_layer(self, volume_id: UUID) -> None:
+        """Begin the disk's layer anew if it has outgrown its budget."""
+        with self._held(volume_id) as disk:
+            disk.renew_layer()
 
     def attached(self) -> list[AttachedDisk]:
         """List the disks that this host has, served or not."""
-        disks = []
+        disks = (self._disk(volume_id) for volume_id in self._volume_ids())
+        return [disk.attached() for disk in disks if disk.state is not None]
+
+    def _volume_ids(self) -> list[UUID]:
+        found = []
         for entry in sorted((self.config.state_dir / "overlays").iterdir()):
             with suppress(ValueError):  # a lock file
-                disk = self._disk(UUID(hex=entry.name))
-                if disk.state is not None:
-                    disks.append(disk.attached())
-        return disks
+                found.append(UUID(hex=entry.name))
+        return found
 
     def fetched(self, volume_id: UUID) -> Fetched:
         """Count what the disk has fetched from object storage since it was attached."""
@@ -180,24 +376,41 @@ class Disks:
 
     @contextmanager
     def _held(self, volume_id: UUID) -> Iterator[Disk]:
-        """Hold a disk: one worker at a time, across threads and processes."""
-        path: Path = self.config.state_dir / "overlays" / f"{volume_id.hex}.lock"
+        """Hold a disk's state: one worker at a time, across threads and processes."""
+        with self._lock_file(volume_id, _STATE):
+            yield self._disk(volume_id)
+
+    @contextmanager
+    def _alone(self, volume_id: UUID) -> Iterator[Disk]:
+        """Hold all of a disk."""
+        with (
+            self._lock_file(volume_id, _CUTS),
+            self._lock_file(volume_id, _UPLOADS),
+            self._held(volume_id) as disk,
+        ):
+            yield disk
+
+    @contextmanager
+    def _lock_file(
+        self, volume_id: UUID, kind: str, *, timeout_s: float = LOCK_TIMEOUT_S
+    ) -> Iterator[None]:
+        path: Path = self.config.state_dir / "overlays" / f"{volume_id.hex}.{kind}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _lock(fd)
-            yield self._disk(volume_id)
+            _lock(fd, timeout_s)
+            yield
         finally:
             os.close(fd)
 
 
-def _lock(fd: int) -> None:
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
+def _lock(fd: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 raise DiskBusy("Another worker has the disk.") from error
-            time.sleep(0.05)
+            time.sleep(LOCK_POLL_S)
         else:
             return

@@ -17,14 +17,16 @@ NAMES = (
     "attach.recorded",  # the state file says what to start; nothing runs yet
     "attach.exported",  # the export runs
     "attach.served",  # the storage daemon runs
-    "rotate.recorded",  # the state file has the new overlay, the daemon does not
-    "rotate.added",  # the daemon knows the new overlay, writes still go to the old
+    "rotate.prepared",  # the daemon knows the next overlay, the state file does not
+    "rotate.recorded",  # the state file has it on top, writes still go to the old
     "rotate.done",  # writes go to the new overlay
     "commit.packs",  # packs are uploaded
     "commit.leaves",  # leaves too
     "commit.root",  # the root too
     "publish.before",  # the state file names the new root as pending
     "publish.after",  # the head has moved; the state file does not know
+    "fold.begun",  # the layer takes in what the frozen overlays hold, in part or in whole
+    "fold.recorded",  # it has all of it, and the state file says so
     "drop.recorded",  # the state file has the new root and no frozen overlay
     "drop.added",  # the daemon knows the new root
     "drop.reopened",  # the daemon reads through to it

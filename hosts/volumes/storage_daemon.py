@@ -1,8 +1,12 @@
 """One disk's qemu-storage-daemon: its block nodes, and how they are changed while it runs.
 
-    export disk ── overlay-5 ── overlay-4 ── overlay-3 ── base-2 ── (NBD) ── nbdkit
-                      │            │            │
-                    file-5       file-4       file-3
+    export disk ─ paced ─ overlay-5 ─ overlay-4 ─ cor-1 ─ layer-1 ─ base-2 ─ (NBD) ─ nbdkit
+                             │           │                   │
+                           file-5      file-4             cache-1
+
+`paced` holds writes back (see `pacing`); reads and flushes pass. `cor-1` copies what is read
+from the base into the layer, a local cache of it: see `layers`. Without one, the lowest
+overlay lies on the base itself.
 
 `reconcile` goes from whatever is to what the state file says. Rotating and dropping are
 nothing but that, after the state file was changed: so what a crash interrupts, the next
@@ -22,6 +26,7 @@ from hosts.volumes.daemons import daemon_pid, end_daemon, plain_environment, sta
 from hosts.volumes.disk_state import DiskState
 from hosts.volumes.errors import DaemonFailed, NotAttached
 from hosts.volumes.failpoints import reach
+from hosts.volumes.pacing import Limits
 from hosts.volumes.qmp import Qmp, QmpRefused
 
 EXPORT_NAME = "disk"
@@ -35,7 +40,9 @@ STOP_GRACE_S = 20
 
 _NBD = "nbd0"
 _FUSE = "fuse0"
-_KINDS = ("overlay", "file", "base")
+_PACED = "paced"
+_LIMITS = "limits"
+_KINDS = ("overlay", "file", "cor", "layer", "cache", "base")
 """Kinds of nodes, users before what they use."""
 
 _O_PATH = 0o10000000
@@ -57,6 +64,9 @@ class StorageDaemon:
     def overlay_path(self, number: int) -> Path:
         return self._overlay_dir / f"overlay-{number}.qcow2"
 
+    def layer_path(self, number: int) -> Path:
+        return self._overlay_dir / f"layer-{number}.qcow2"
+
     def start(self, state: DiskState, *, export_socket: Path, socket_gid: int | None) -> None:
         """Start it on the whole chain.
 
@@ -64,18 +74,20 @@ class StorageDaemon:
         second daemon before it takes the sockets of the first.
         """
         self.stop()  # one that was killed may still hold those locks
-        nodes = [self._base_options(state, export_socket)]
-        below = f"base-{state.base}"
+        nodes = [self._base_options(state, export_socket), *self._layer_nodes(state)]
+        below = _lowest(state)
         for number in state.overlays:
             nodes += [self._file_options(number), _overlay_options(number, below)]
             below = f"overlay-{number}"
+        nodes.append(_paced_options(below))
         command = ["qemu-storage-daemon", "--daemonize", "--pidfile", str(self._pidfile)]
+        command += ["--object", f"throttle-group,id={_LIMITS}"]
         for node in nodes:
             command += ["--blockdev", json.dumps(node)]
         monitor = f"socket,path={self._run_dir / 'qmp.sock'},server=on,wait=off,id=qmp"
         command += ["--chardev", monitor, "--monitor", "chardev=qmp"]
         command += ["--nbd-server", f"addr.type=unix,addr.path={self.socket}"]
-        command += ["--export", json.dumps(_nbd_export(below))]
+        command += ["--export", json.dumps(_nbd_export(_PACED))]
         start_daemon(command, user=self._user, environment=plain_environment())
         _grant_socket(self.socket, socket_gid)
 
@@ -101,30 +113,89 @@ class StorageDaemon:
         if base not in nodes:
             qmp.execute("blockdev-add", **self._base_options(state, export_socket))
             reach("drop.added")
+        fresh_layer = state.layer is not None and f"cor-{state.layer}" not in nodes
+        if fresh_layer:
+            for node in self._layer_nodes(state):
+                if node["node-name"] not in nodes:
+                    qmp.execute("blockdev-add", **node)
         extra = _unnamed(nodes, state)
-        if base not in nodes or extra:
-            lowest = _overlay_options(state.overlays[0], base)
-            qmp.execute("blockdev-reopen", options=[lowest])
+        if base not in nodes or fresh_layer or extra:
+            options = [_overlay_options(state.overlays[0], _lowest(state))]
+            if state.layer is not None:
+                options.insert(0, _layer_options(state.layer, base))
+            qmp.execute("blockdev-reopen", options=options)
             reach("drop.reopened")
         for name in extra:
+            if name.startswith("layer-"):
+                _delete_export(qmp, name)
             qmp.execute("blockdev-del", node_name=name)
+
+    def prepare(self, qmp: Qmp, number: int) -> None:
+        """Make an overlay's file known, so that a rotation to it need only switch."""
+        nodes = _node_names(qmp)
+        if f"file-{number}" not in nodes:
+            qmp.execute("blockdev-add", **self._file_options(number))
+        if f"overlay-{number}" not in nodes:
+            qmp.execute("blockdev-add", **_overlay_options(number, None))
 
     def _rotate(self, qmp: Qmp, state: DiskState, nodes: set[str]) -> None:
         """Let writes go to the overlay that the state file has on top."""
         active = f"overlay-{state.active}"
         if active not in nodes:
-            if f"file-{state.active}" not in nodes:
-                qmp.execute("blockdev-add", **self._file_options(state.active))
-            qmp.execute("blockdev-add", **_overlay_options(state.active, None))
-            reach("rotate.added")
+            self.prepare(qmp, state.active)
         exports = _exports(qmp)
         exported = exports.get(_FUSE) or exports.get(_NBD)
         if exported is None:
-            qmp.execute("block-export-add", **_nbd_export(active))
-        elif exported != active:
+            top = _PACED if _PACED in nodes else active
+            qmp.execute("block-export-add", **_nbd_export(top))
+            exported = top
+        written = _under_paced(qmp) if exported == _PACED else exported
+        if written != active:
             # Flushes and freezes the old overlay, tables included, before it goes on.
-            qmp.execute("blockdev-snapshot", node=exported, overlay=active)
+            qmp.execute("blockdev-snapshot", node=written, overlay=active)
             reach("rotate.done")
+
+    def overlays(self, qmp: Qmp) -> set[int]:
+        """List the overlays that the running daemon knows."""
+        names = (name.partition("-") for name in _node_names(qmp))
+        return {int(number) for kind, _, number in names if kind == "overlay"}
+
+    def has_layer(self, qmp: Qmp, number: int) -> bool:
+        return f"cor-{number}" in _node_names(qmp)
+
+    def export_layer(self, qmp: Qmp, number: int) -> str:
+        """Let a layer be written to, over the disk's socket; returns the export's name."""
+        name = f"layer-{number}"
+        if name not in _exports(qmp):
+            qmp.execute(
+                "block-export-add",
+                type="nbd",
+                id=name,
+                node_name=name,
+                name=name,
+                writable=True,
+            )
+        return name
+
+    def withdraw_layer(self, qmp: Qmp, number: int) -> None:
+        """End what `export_layer` began; nothing if it has ended."""
+        _delete_export(qmp, f"layer-{number}")
+
+    def limit_writes(self, qmp: Qmp, limits: Limits, *, release: bool = False) -> None:
+        """Hold the guest's writes back, or let them go.
+
+        Args:
+            release: also let go at once what waits because of the limits until now: a write
+                that was told to wait does not look at them again.
+
+        Raises:
+            QmpRefused: the daemon was started by an earlier release, which had no limits.
+        """
+        qmp.execute(
+            "qom-set", path=f"/objects/{_LIMITS}", property="limits", value=limits.as_qemu()
+        )
+        if release:
+            qmp.execute("blockdev-reopen", options=[_paced_options(_under_paced(qmp))])
 
     def has_written(self, qmp: Qmp, state: DiskState) -> bool:
         """Tell whether anything was written to the active overlay by this daemon.
@@ -158,7 +229,7 @@ class StorageDaemon:
             "block-export-add",
             type="fuse",
             id=_FUSE,
-            node_name=f"overlay-{state.active}",
+            node_name=_PACED if _PACED in _node_names(qmp) else f"overlay-{state.active}",
             mountpoint=str(mountpoint),
             writable=True,
             growable=False,
@@ -174,7 +245,7 @@ class StorageDaemon:
     def _below(self, state: DiskState) -> str:
         """Name the node under the active overlay."""
         lower = state.overlays[:-1]
-        return f"overlay-{lower[-1]}" if lower else f"base-{state.base}"
+        return f"overlay-{lower[-1]}" if lower else _lowest(state)
 
     def _base_options(self, state: DiskState, export_socket: Path) -> dict[str, Any]:
         return {
@@ -187,16 +258,56 @@ class StorageDaemon:
         }
 
     def _file_options(self, number: int) -> dict[str, Any]:
-        path = self.overlay_path(number)
-        direct = _takes_direct_io(path)
-        return {
-            "driver": "file",
-            "node-name": f"file-{number}",
-            "filename": str(path),
-            "cache": {"direct": direct},
-            "aio": "native" if direct else "threads",
-            "discard": "unmap",
-        }
+        return _local_file(f"file-{number}", self.overlay_path(number))
+
+    def _layer_nodes(self, state: DiskState) -> list[dict[str, Any]]:
+        """List the nodes of the state's layer, what is used before its users."""
+        number = state.layer
+        if number is None:
+            return []
+        return [
+            _local_file(f"cache-{number}", self.layer_path(number)),
+            _layer_options(number, f"base-{state.base}"),
+            {"driver": "copy-on-read", "node-name": f"cor-{number}", "file": f"layer-{number}"},
+        ]
+
+
+def _local_file(name: str, path: Path) -> dict[str, Any]:
+    direct = _takes_direct_io(path)
+    return {
+        "driver": "file",
+        "node-name": name,
+        "filename": str(path),
+        "cache": {"direct": direct},
+        "aio": "native" if direct else "threads",
+        "discard": "unmap",
+    }
+
+
+def _lowest(state: DiskState) -> str:
+    """Name the node that the lowest overlay lies on."""
+    return f"base-{state.base}" if state.layer is None else f"cor-{state.layer}"
+
+
+def _layer_options(number: int, base: str) -> dict[str, Any]:
+    return {
+        "driver": "qcow2",
+        "node-name": f"layer-{number}",
+        "file": f"cache-{number}",
+        "backing": base,
+        "discard": "unmap",
+    }
+
+
+def _paced_options(below: str) -> dict[str, Any]:
+    # Without "unmap" the filter would swallow discards.
+    return {
+        "driver": "throttle",
+        "node-name": _PACED,
+        "throttle-group": _LIMITS,
+        "file": below,
+        "discard": "unmap",
+    }
 
 
 def _overlay_options(number: int, backing: str | None) -> dict[str, Any]:
@@ -216,6 +327,8 @@ def _nbd_export(node: str) -> dict[str, Any]:
 def _unnamed(nodes: set[str], state: DiskState) -> list[str]:
     """List nodes that the state file does not name, in an order they can be deleted in."""
     wanted = {f"base-{state.base}"}
+    if state.layer is not None:
+        wanted |= {f"{kind}-{state.layer}" for kind in ("cor", "layer", "cache")}
     for number in state.overlays:
         wanted |= {f"overlay-{number}", f"file-{number}"}
     found = []
@@ -234,6 +347,14 @@ def _node_names(qmp: Qmp) -> set[str]:
 def _exports(qmp: Qmp) -> Mapping[str, str]:
     """Map each export to its node."""
     return {item["id"]: item["node-name"] for item in qmp.execute("query-block-exports")}
+
+
+def _under_paced(qmp: Qmp) -> str:
+    """Name the overlay that writes reach through the filter."""
+    for stats in qmp.execute("query-blockstats", query_nodes=True):
+        if stats.get("node-name") == _PACED:
+            return str(stats["parent"]["node-name"])
+    raise DaemonFailed("A storage daemon has lost its filter.")
 
 
 def _delete_export(qmp: Qmp, name: str) -> None:

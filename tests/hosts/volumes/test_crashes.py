@@ -17,8 +17,9 @@ from tests.hosts.volumes.nbd import Nbd
 from tests.hosts.volumes.worker import Workers
 
 ATTACH = ("attach.recorded", "attach.exported", "attach.served")
-ROTATE = ("rotate.recorded", "rotate.added", "rotate.done")
+ROTATE = ("rotate.prepared", "rotate.recorded", "rotate.done")
 UPLOAD = ("commit.packs", "commit.leaves", "commit.root", "publish.before", "publish.after")
+FOLD = ("fold.begun", "fold.recorded")
 DROP = ("drop.recorded", "drop.added", "drop.reopened", "drop.done")
 PUT_AWAY = ("commit.stopped", *UPLOAD, "commit.settled")
 DISCARD = "detach.stopped"
@@ -52,7 +53,7 @@ def check_elsewhere(host: Host, epoch: int) -> None:
 
 
 def test_every_failpoint_is_tried() -> None:
-    tried = {*chain(ATTACH, ROTATE, UPLOAD, DROP, PUT_AWAY), DISCARD}
+    tried = {*chain(ATTACH, ROTATE, UPLOAD, FOLD, DROP, PUT_AWAY), DISCARD}
     assert tried == set(NAMES)
 
 
@@ -69,7 +70,9 @@ def test_a_worker_killed_while_attaching_leaves_a_disk_that_can_be_attached(
 
 
 @pytest.mark.parametrize("whole_host", [False, True], ids=["worker", "host"])
-@pytest.mark.parametrize("steps", [ROTATE, UPLOAD, DROP], ids=["rotate", "upload", "drop"])
+@pytest.mark.parametrize(
+    "steps", [ROTATE, UPLOAD, FOLD, DROP], ids=["rotate", "upload", "fold", "drop"]
+)
 def test_a_crash_during_a_checkpoint_loses_nothing(
     host: Host, workers: Workers, steps: tuple[str, ...], *, whole_host: bool
 ) -> None:

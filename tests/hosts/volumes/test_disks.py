@@ -98,7 +98,7 @@ def test_a_cut_is_made_while_the_writer_is_held_and_uploads_after(host: Host) ->
         commit = host.disks.checkpoint(host.volume_id, publish, around_cut=held)
         assert commit is not None
         assert commit.blocks_changed == 1
-        assert notes == [("held", 1), ("let go", 2), "published"]
+        assert notes == [("held", 2), ("let go", 2), "published"]
         assert host.disks.commit(host.volume_id, host.publish) is None
 
 
@@ -112,14 +112,15 @@ def test_a_writer_is_let_go_whatever_happens(
         assert (
             host.disks.checkpoint(host.volume_id, host.publish, around_cut=around_cut) is None
         )
-        assert notes == [("held", 1), ("let go", 1)]
+        assert notes == [("held", 2), ("let go", 2)]
+        assert len(host.overlay_files()) == 1
 
         notes.clear()
         host.write(guest, 0, b"written")
-        monkeypatch.setenv(VARIABLE, "rotate.added=fail")
+        monkeypatch.setenv(VARIABLE, "rotate.recorded=fail")
         with pytest.raises(StoreUnavailable):
             host.disks.checkpoint(host.volume_id, host.publish, around_cut=around_cut)
-        assert notes == [("held", 1), ("let go", 2)]
+        assert notes == [("held", 2), ("let go", 2)]
         monkeypatch.delenv(VARIABLE)
         assert host.disks.checkpoint(host.volume_id, host.publish) is not None
         host.check(guest)
