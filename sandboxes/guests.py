@@ -45,6 +45,8 @@ def guest_config(sandbox: Sandbox) -> dict[str, object]:
     return {
         "sandbox_id": sandbox.id,
         "hostname": sandbox.id,
+        # As a virtual machine's own: its hypervisor shows it this UUID.
+        "machine_id": sandbox.uuid.hex,
         "address": f"{sandbox.address}/{subnet.prefixlen}",
         "gateway": gateway,
         "dns": [gateway],

@@ -25,6 +25,8 @@ CONFIG = "/sys/firmware/qemu_fw_cfg/by_name/opt/org.sandkeep/config/raw"
 SSH_FOLDER = "/run/sandkeep/ssh"
 RESOLV_CONF = "/run/sandkeep/resolv.conf"
 
+_MACHINE_ID = "/etc/machine-id"
+_SSH_KEYGEN = "/usr/bin/ssh-keygen"
 _TOOLKIT = "/run/sandkeep/toolkit"
 _MAX_CONFIG_BYTES = 1024 * 1024
 _MAX_CLOCK_ERROR_S = 3.0
@@ -69,6 +71,7 @@ def apply(config: dict[str, Any]) -> None:
         _make_devices,
         _set_clock,
         _set_name,
+        _set_machine_id,
         _set_network,
         _set_resolver,
         _set_keys,
@@ -178,6 +181,34 @@ def _set_name(config: dict[str, Any]) -> None:
         kept.insert(0, "127.0.0.1 localhost")
     kept.append(f"127.0.1.1 {name} {_MARK}")
     _write_if_other("/etc/hosts", "".join(f"{line}\n" for line in kept))
+
+
+def _set_machine_id(config: dict[str, Any]) -> None:
+    """Give the machine an id that no other has, and renew what came with another's disk."""
+    machine_id = config["machine_id"]
+    before = _lines(_MACHINE_ID)
+    _write_if_other(_MACHINE_ID, f"{machine_id}\n", 0o444)
+    copy = "/var/lib/dbus/machine-id"
+    if os.path.isfile(copy) and not os.path.islink(copy):  # noqa: PTH113, PTH114
+        _write_if_other(copy, f"{machine_id}\n")
+    if before[:1] not in ([], [""], [machine_id]):
+        _renew_ssh_keys()
+
+
+def _renew_ssh_keys() -> None:
+    """Replace the keys of an SSH server that is installed on the disk, if there is one.
+
+    The platform's own server has its key from the platform.
+    """
+    try:
+        names = os.listdir("/etc/ssh")  # noqa: PTH208
+    except FileNotFoundError:
+        return
+    keys = [name for name in names if name.startswith("ssh_host_") and "_key" in name]
+    for name in keys:
+        _remove(f"/etc/ssh/{name}")
+    if keys and os.path.exists(_SSH_KEYGEN):  # noqa: PTH110
+        spawn.start_quietly([_SSH_KEYGEN, "-A"])
 
 
 def _set_network(config: dict[str, Any]) -> None:

@@ -72,6 +72,7 @@ class Guest:
         return {
             "sandbox_id": "sb-test",
             "hostname": "sb-test",
+            "machine_id": "5b" * 16,
             "address": "10.0.2.15/24",
             "gateway": "10.0.2.2",
             "dns": ["10.0.2.3"],

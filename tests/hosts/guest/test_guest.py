@@ -87,6 +87,7 @@ async def check_identity(connection: asyncssh.SSHClientConnection, guest: Guest)
     assert abs(float(out) - time.time()) < 2
     assert (await run(connection, "hostname"))[0] == b"sb-test\n"
     assert (await run(connection, "cat", "/etc/hostname"))[0] == b"sb-test\n"
+    assert (await run(connection, "cat", "/etc/machine-id"))[0] == b"5b" * 16 + b"\n"
     assert b"10.0.2.15" in (await run(connection, "ip", "-4", "addr", "show", "eth0"))[0]
     assert (await run(connection, "cat", "/etc/resolv.conf"))[0] == b"nameserver 10.0.2.3\n"
     assert (await run(connection, "getent", "hosts", "sb-test"))[2] == 0
