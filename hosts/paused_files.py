@@ -3,8 +3,9 @@
     image (a path) ─▶ e2fsck ─▶ fuse2fs ─▶ SFTP on <files_dir>/<volume>.sock
 
 What runs for a volume is `hosts.paused_mount`, confined and without ties to the worker that
-started it: it outlives a killed worker, and the next one finds it by its pid file. Beside
-the socket lie, for each volume:
+started it: it outlives a killed worker, and the next one finds it by its pid file. It is
+forked by `hosts.paused_starter`, which has everything loaded, or where that is not there it
+is started anew, which takes some 0.4 s longer. Beside the socket lie, for each volume:
 
     .pid     its init, and when that began
     .state   whether it was unmounted properly; locked by what serves it, so that two never do
@@ -30,11 +31,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import UUID
 
 from common.errors import Refused, Unavailable
-from hosts import paused_mount
+from hosts import paused_mount, paused_starter
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,27 @@ class PausedFiles:
 
     def __init__(self, config: PausedFilesConfig) -> None:
         self._config = config
+        self._started: subprocess.Popen[bytes] | None = None
+
+    def warm(self) -> None:
+        """See to it that the next `open` is a fast one; does not wait for that."""
+        path = self._starter()
+        if not paused_starter.keep(path):
+            self._config.files_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._started = self._run(
+                paused_starter.__name__, str(path), stdout=subprocess.DEVNULL
+            )
+
+    def cool(self) -> None:
+        """End what `warm` has started. What is open stays open."""
+        try:
+            pid = int(Path(f"{self._starter()}.lock").read_text())
+        except (FileNotFoundError, ValueError):
+            return
+        if paused_starter.keep(self._starter()):
+            _signal_and_wait(pid, signal.SIGTERM, KILL_TIMEOUT_S)
+        if self._started is not None:
+            _reap(self._started)
 
     def open(self, volume_id: UUID, image: Path) -> Path:
         """Serve the volume's files from its raw image, unless that is done already.
@@ -181,11 +203,7 @@ class PausedFiles:
         (self._config.files_dir / "root").mkdir(exist_ok=True)  # each mounts its own over it
         with self._lock_state(volume_id) as state_fd:
             self._path(volume_id, "pid").unlink(missing_ok=True)
-            process = self._spawn(self._spec(volume_id, image, state_fd), state_fd)
-        try:
-            answer = _read_answer(process)
-        finally:
-            _reap_starter(process)
+            answer = self._launch(self._spec(volume_id, image, state_fd), state_fd)
         if answer.get("ok") is not True:
             self._give_up(volume_id)
             detail = str(answer.get("detail", "the log says why"))
@@ -208,22 +226,59 @@ class PausedFiles:
         finally:
             os.close(fd)
 
-    def _spawn(self, spec: str, state_fd: int) -> subprocess.Popen[bytes]:
+    def _launch(self, spec: str, state_fd: int) -> dict[str, Any]:
+        """Start the mount's process, and return the line that it says."""
+        answer = self._fork(spec, state_fd)
+        return self._run_new(spec, state_fd) if answer is None else answer
+
+    def _fork(self, spec: str, state_fd: int) -> dict[str, Any] | None:
+        """Have the starter do it; None where that does not, nor will."""
+        complaints = self._log()
+        with _pipe() as (reader, writer):
+            try:
+                is_forked = paused_starter.ask(
+                    self._starter(),
+                    spec,
+                    state=state_fd,
+                    log=complaints,
+                    answer=writer.fileno(),
+                )
+            finally:
+                os.close(complaints)
+            writer.close()
+            return _read_answer(reader.fileno()) if is_forked else None
+
+    def _run_new(self, spec: str, state_fd: int) -> dict[str, Any]:
+        with _pipe() as (reader, writer):
+            process = self._run(
+                paused_mount.__name__, spec, stdout=writer.fileno(), pass_fds=(state_fd,)
+            )
+            writer.close()
+            answer = _read_answer(reader.fileno())
+            _reap(process)
+            return answer
+
+    def _run(
+        self, module: str, argument: str, *, stdout: int, pass_fds: tuple[int, ...] = ()
+    ) -> subprocess.Popen[bytes]:
         complaints = self._log()
         try:
             return subprocess.Popen(
-                [sys.executable, "-m", paused_mount.__name__, spec],
+                [sys.executable, "-m", module, argument],
                 cwd=ROOT,
                 env=paused_mount.ENVIRONMENT
                 | {"PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "PYTHONUTF8": "1"},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=stdout,
                 stderr=complaints,
-                pass_fds=(state_fd,),
+                pass_fds=pass_fds,
                 start_new_session=True,
             )
         finally:
             os.close(complaints)
+
+    def _starter(self) -> Path:
+        return self._config.files_dir / f"starter-{paused_starter.code_version()}"
 
     def _spec(self, volume_id: UUID, image: Path, state_fd: int) -> str:
         return json.dumps(
@@ -302,10 +357,15 @@ def _started(pid: int) -> str | None:
     return None if state in ("Z", "X") else started
 
 
-def _reap_starter(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the starter, which ends by itself once the confined init is known."""
-    if process.stdout is not None:
-        process.stdout.close()
+@contextmanager
+def _pipe() -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", 0) as ours, os.fdopen(writer, "wb", 0) as theirs:
+        yield ours, theirs
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process of ours that ends by itself."""
     try:
         process.wait(KILL_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -313,12 +373,20 @@ def _reap_starter(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _read_answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Read the one line; nothing in time, or something else, is an empty answer."""
-    if process.stdout is None:
-        raise RuntimeError("the process was started without a pipe")
-    readable, _, _ = select.select([process.stdout], [], [], OPEN_TIMEOUT_S)
-    line = os.read(process.stdout.fileno(), MAX_ANSWER_BYTES) if readable else b""
+def _read_answer(reader: int) -> dict[str, Any]:
+    """Read the one line, up to its end: by then the pid file is written, too.
+
+    Nothing in time, or something else, is an empty answer.
+    """
+    line = b""
+    until = time.monotonic() + OPEN_TIMEOUT_S
+    while len(line) < MAX_ANSWER_BYTES:
+        if not select.select([reader], [], [], max(0.0, until - time.monotonic()))[0]:
+            break
+        piece = os.read(reader, MAX_ANSWER_BYTES)
+        if not piece:
+            break
+        line += piece
     try:
         answer = json.loads(line)
     except ValueError:

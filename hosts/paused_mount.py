@@ -9,9 +9,10 @@
             └─ server            the guest's file system is its root; has no capability
 
 Whatever the guest wrote is parsed by e2fsck and fuse2fs and handed on by the server, all as
-an unprivileged range of ids, without a network, without a way to run or load a file of the
-guest (the mount is `noexec`, and Python's imports are shut before the first request). Init
-is the namespace's PID 1: when it ends, so does everything in it.
+an unprivileged range of ids, with few system calls (`hosts.paused_syscalls`), without a
+network, without a way to run or load a file of the guest (the mount is `noexec`, and
+Python's imports are shut before the first request). Init is the namespace's PID 1: when it
+ends, so does everything in it.
 
 One line of JSON on standard output says how the start went.
 """
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from common.units import GiB
+from hosts import paused_syscalls
 from hosts.sftp_server import Journal, forbid_imports, serve
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -82,6 +84,7 @@ SERVER_MEMORY_BYTES = 1 * GiB
 SERVER_FILES = 1024
 
 CHECK_TIMEOUT_S = 60.0
+CHECK_CPU_S = 60
 MOUNT_TIMEOUT_S = 20.0
 SERVER_END_TIMEOUT_S = 10.0
 # fuse2fs writes what it holds back when it is unmounted, through the storage daemon.
@@ -303,9 +306,13 @@ def _run_and_exit(body: Any) -> NoReturn:
         os._exit(status)
 
 
-def _limit(*, memory_bytes: int, processes: int | None = None) -> None:
+def _limit(
+    *, memory_bytes: int, processes: int | None = None, cpu_s: int | None = None
+) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if cpu_s is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     if processes is not None:
         resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
 
@@ -376,7 +383,12 @@ class Init:
         fuse2fs 1.47.0 crashes on a journal that needs replay, so this always comes first.
         """
         mode = ("-f", "-y") if self._spec.repair else ("-p",)
-        check = self._spawn(["e2fsck", *mode, "/image/disk"], memory_bytes=CHECK_MEMORY_BYTES)
+        check = self._spawn(
+            ["e2fsck", *mode, "/image/disk"],
+            calls=paused_syscalls.CHECK,
+            memory_bytes=CHECK_MEMORY_BYTES,
+            cpu_s=CHECK_CPU_S,
+        )
         try:
             code = check.wait(CHECK_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -398,17 +410,25 @@ class Init:
                 "-o",
                 "fakeroot,rw,noexec,nosuid,nodev",
             ],
+            calls=paused_syscalls.MOUNT,
             memory_bytes=MOUNT_MEMORY_BYTES,
             keep=CAP_SYS_ADMIN,
         )
 
     def _spawn(
-        self, command: list[str], *, memory_bytes: int, keep: int | None = None
+        self,
+        command: list[str],
+        *,
+        calls: paused_syscalls.Filter,
+        memory_bytes: int,
+        cpu_s: int | None = None,
+        keep: int | None = None,
     ) -> subprocess.Popen[bytes]:
         def confine() -> None:
-            _limit(memory_bytes=memory_bytes)
+            _limit(memory_bytes=memory_bytes, cpu_s=cpu_s)
             _drop_capabilities(keep=keep)
             signal.pthread_sigmask(signal.SIG_SETMASK, set())
+            calls.load()
 
         # Its output is dropped: a hostile file system decides how much of it there is.
         return subprocess.Popen(
@@ -512,6 +532,7 @@ def _serve_inside(outside: Outside, ready: int) -> None:
     forbid_imports()
 
     async def serve_when_ready() -> None:
+        paused_syscalls.SERVE.load()  # the loop has made its sockets by now
         os.write(ready, b"r")
         os.close(ready)
         await serve(outside.listener, journal)

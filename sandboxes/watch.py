@@ -193,6 +193,7 @@ def _see_to_files(host: Host) -> Iterator[FollowUp]:
         volume__attached_host=host, volume__attached_for=Volume.Purpose.FILES
     ).select_related("volume")
     files = local.paused_files()
+    files.warm()
     for sandbox in opened:
         volume = sandbox.volume
         if sandbox.state != State.PAUSED:

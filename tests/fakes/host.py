@@ -19,7 +19,7 @@ from hosts.errors import GuestBusy
 from hosts.guest.channel import AgentSilent, AgentState
 from hosts.hypervisor import HypervisorConfig
 from hosts.volumes.commit import Commit
-from hosts.volumes.disks import AttachedDisk, DiskHealth
+from hosts.volumes.disks import AttachedDisk, Cut, DiskHealth, LogLook
 from hosts.volumes.errors import (
     NotAttached,
     OverlayMismatch,
@@ -28,6 +28,8 @@ from hosts.volumes.errors import (
     Uncommitted,
 )
 from hosts.volumes.exports import Fetched
+from hosts.volumes.naming import ObjectName
+from hosts.volumes.pacing import Limits
 from sandboxes import operations, watch
 from tests.fakes.hypervisor import FakeHypervisor
 
@@ -83,7 +85,13 @@ class FakeDisks:
             return DiskHealth.ABSENT
         return DiskHealth.DEAD if volume_id in self.dead else DiskHealth.ATTACHED
 
-    def commit(self, volume_id: UUID, publish: Callable[[Commit], None]) -> Commit | None:
+    def commit(
+        self,
+        volume_id: UUID,
+        publish: Callable[[Commit], None],
+        *,
+        rewrite: frozenset[ObjectName] = frozenset(),
+    ) -> Commit | None:
         disk = self._disk(volume_id, served=False)
         self.dead.add(volume_id)  # it is served no longer, whatever becomes of the commit
         return self._commit(volume_id, disk, publish)
@@ -116,11 +124,50 @@ class FakeDisks:
         publish: Callable[[Commit], None],
         *,
         around_cut: Callable[[], AbstractContextManager[None]] = nullcontext,
+        background: bool = False,
+        rewrite: frozenset[ObjectName] = frozenset(),
     ) -> Commit | None:
+        return self.cut(volume_id, publish, around_cut=around_cut, rewrite=rewrite).commit
+
+    def cut(
+        self,
+        volume_id: UUID,
+        publish: Callable[[Commit], None],
+        *,
+        around_cut: Callable[[], AbstractContextManager[None]] = nullcontext,
+        rewrite: frozenset[ObjectName] = frozenset(),
+    ) -> Cut:
         disk = self._disk(volume_id, served=True)
         with around_cut():
             pass
-        return self._commit(volume_id, disk, publish)
+        commit = self._commit(volume_id, disk, publish)
+        return Cut(disk.root_key, commit)
+
+    def log_bytes(self, volume_id: UUID) -> int:
+        return 65536 * self.disks[volume_id].writes if volume_id in self.disks else 0
+
+    def has_written(self, volume_id: UUID) -> bool:
+        return self.log_bytes(volume_id) > 0
+
+    def is_uploading(self, volume_id: UUID) -> bool:
+        return False
+
+    def look(self) -> list[LogLook]:
+        return [
+            LogLook(
+                volume_id=volume_id,
+                root_key=disk.root_key,
+                is_served=volume_id not in self.dead,
+                log_bytes=self.log_bytes(volume_id),
+                written_at_ns=disk.writes,
+                frozen=0,
+                layer_is_large=False,
+            )
+            for volume_id, disk in self.disks.items()
+        ]
+
+    def limit_writes(self, volume_id: UUID, limits: Limits, *, release: bool = False) -> None:
+        self._disk(volume_id, served=True).limits = limits
 
     def detach(self, volume_id: UUID, *, discard: bool) -> None:
         if volume_id in self.disks and self.disks[volume_id].writes and not discard:
@@ -145,6 +192,9 @@ class FakePausedFiles:
     def __init__(self, disks: FakeDisks) -> None:
         self._disks = disks
         self.used_at: dict[UUID, datetime] = {}
+
+    def warm(self) -> None:
+        """There is nothing to load."""
 
     def open(self, volume_id: UUID, image: Path) -> Path:
         self.used_at[volume_id] = datetime(2026, 1, 1, tzinfo=UTC)

@@ -521,6 +521,60 @@ def test_opening_twice_is_opening_once(
     assert path.with_suffix(".pid").read_text() == pid
 
 
+async def test_a_warm_host_opens_at_once_and_as_well(
+    paused: PausedFiles, volume_id: uuid.UUID, image: Path
+) -> None:
+    paused.warm()
+    starter = next(iter(await _appeared(image.parent / "files", "starter-*.lock")))
+    pid = int(starter.read_text())
+    try:
+        paused.warm()  # one is enough
+        began = time.monotonic()
+        path = paused.open(volume_id, image)
+        took_s = time.monotonic() - began
+        init = int(path.with_suffix(".pid").read_text().split()[0])
+        async with sftp(paused, volume_id) as client:
+            assert await read(client, "/home/dev/hello") == b"hello\n"
+        assert paused.close(volume_id)
+        assert not is_alive(init)
+        assert is_alive(pid)
+    finally:
+        paused.cool()
+
+    assert not is_alive(pid)
+    assert took_s < 0.35  # a new Python alone takes longer to load
+
+
+async def test_a_starter_that_does_not_answer_is_done_without(
+    paused: PausedFiles, volume_id: uuid.UUID, image: Path
+) -> None:
+    paused.warm()
+    starter = next(iter(await _appeared(image.parent / "files", "starter-*.lock")))
+    pid = int(starter.read_text())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        path = paused.open(volume_id, image)
+        init = int(path.with_suffix(".pid").read_text().split()[0])
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(0.3)  # it finds that nobody waits for it any more
+
+        assert int(path.with_suffix(".pid").read_text().split()[0]) == init
+        async with sftp(paused, volume_id) as client:
+            assert await read(client, "/home/dev/hello") == b"hello\n"
+        assert paused.close(volume_id)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        paused.cool()
+
+
+async def _appeared(folder: Path, pattern: str) -> list[Path]:
+    """Wait for files with something in them."""
+    async with asyncio.timeout(20):
+        while not (found := [p for p in folder.glob(pattern) if p.stat().st_size]):
+            await asyncio.sleep(0.01)
+    return found
+
+
 async def test_another_process_finds_and_closes_what_a_killed_one_left(
     paused: PausedFiles, volume_id: uuid.UUID, image: Path, folder: Path
 ) -> None:
@@ -667,6 +721,7 @@ def test_the_processes_are_confined(
         assert str(path.parent.parent / "source") not in mounts
     for of in (fuse_pid, server_pid):
         assert field(of, "NoNewPrivs:") == "1"
+        assert field(of, "Seccomp:") == "2"
     assert int(field(server_pid, "CapPrm:"), 16) == 0
     assert int(field(server_pid, "CapBnd:"), 16) == 0
     assert int(field(fuse_pid, "CapPrm:"), 16) == 1 << paused_mount.CAP_SYS_ADMIN
