@@ -60,6 +60,8 @@ def disks() -> Disks:
             state_dir=settings.STATE_DIR,
             store=store_config(),
             cache_budget_bytes=settings.CACHE_BUDGET_BYTES,
+            log_budget_bytes=settings.LOG_BUDGET_BYTES,
+            layer_budget_bytes=settings.LAYER_BUDGET_BYTES,
             keys=DatabaseKeys(),
             user=settings.DISK_USER or None,
             socket_group=settings.SOCKET_GROUP or None,

@@ -27,7 +27,7 @@ from hosts.volumes.export_daemon import ExportDaemon
 from hosts.volumes.failpoints import reach
 from hosts.volumes.index import Root
 from hosts.volumes.keys import Keyring, KeySource, PlainKeys
-from hosts.volumes.naming import parse_key
+from hosts.volumes.naming import ObjectName, parse_key
 from hosts.volumes.objects import ObjectStore, StoreConfig
 from hosts.volumes.pacing import DEFAULT_BUDGET_BYTES, Limits
 from hosts.volumes.qcow2 import open_overlay
@@ -398,11 +398,13 @@ class Disk:
         """List the overlays, the lowest first."""
         return list(self._require().overlays)
 
-    def frozen_until(self, last: int) -> list[int]:
-        """List the frozen overlays up to one, the lowest first."""
+    def frozen_until(self, last: int | None) -> list[int]:
+        """List the frozen overlays up to one, the lowest first; none for None."""
+        if last is None:
+            return []
         return [number for number in self._require().overlays[:-1] if number <= last]
 
-    def upload(self, numbers: Sequence[int]) -> Commit | None:
+    def upload(self, numbers: Sequence[int], rewrite: frozenset[ObjectName]) -> Commit | None:
         """Store the lowest overlays, which nobody writes to, over the disk's root.
 
         It takes long, and needs not the disk's lock but that of its uploads.
@@ -416,6 +418,7 @@ class Disk:
             store=self._store,
             cache=self._cache,
             keyring=Keyring(self._config.keys),
+            rewrite=rewrite,
         )
 
     def announce(self, commit: Commit, count: int) -> None:

@@ -33,10 +33,18 @@ from uuid import UUID
 
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit
-from hosts.volumes.disk import AroundCut, AttachedDisk, Disk, DisksConfig, Publish
+from hosts.volumes.disk import (
+    AroundCut,
+    AttachedDisk,
+    Disk,
+    DisksConfig,
+    Frozen,
+    Publish,
+)
 from hosts.volumes.errors import DaemonFailed, DiskBusy, NotAttached
 from hosts.volumes.exports import FetchCounter, Fetched
 from hosts.volumes.failpoints import reach
+from hosts.volumes.naming import ObjectName
 from hosts.volumes.pacing import Limits
 from hosts.volumes.storage_daemon import EXPORT_NAME
 from hosts.volumes.store import S3ObjectStore
@@ -47,9 +55,11 @@ __all__ = [
     "EXPORT_NAME",
     "AroundCut",
     "AttachedDisk",
+    "Cut",
     "DiskHealth",
     "Disks",
     "DisksConfig",
+    "LogLook",
     "Publish",
 ]
 
@@ -150,6 +160,7 @@ class Disks:
         *,
         around_cut: AroundCut = nullcontext,
         background: bool = False,
+        rewrite: frozenset[ObjectName] = frozenset(),
     ) -> Commit | None:
         """Commit what a running disk has written until now; its writer is not stopped.
 
@@ -164,6 +175,8 @@ class Disks:
             background: only keep up with the writer. What earlier tries have left is
                 stored before anything is cut, and nothing is cut while someone else makes a
                 cut of his own.
+            rewrite: packs that the commit shall not need, see `commit_overlays`. There is
+                a commit then even when nothing was written.
 
         Returns: the last commit, None when nothing changed.
 
@@ -172,11 +185,16 @@ class Disks:
             StoreUnavailable, DaemonFailed, DiskBusy: call again.
         """
         if background:
-            return self._keep_up(volume_id, publish)
-        return self.cut(volume_id, publish, around_cut=around_cut).commit
+            return self._keep_up(volume_id, publish, rewrite)
+        return self.cut(volume_id, publish, around_cut=around_cut, rewrite=rewrite).commit
 
     def cut(
-        self, volume_id: UUID, publish: Publish, *, around_cut: AroundCut = nullcontext
+        self,
+        volume_id: UUID,
+        publish: Publish,
+        *,
+        around_cut: AroundCut = nullcontext,
+        rewrite: frozenset[ObjectName] = frozenset(),
     ) -> Cut:
         """Do as `checkpoint` does, and name the root of the moment of the cut.
 
@@ -188,15 +206,17 @@ class Disks:
             while True:
                 with self._held(volume_id) as disk:
                     frozen = disk.freeze(around_cut, leftovers_first=False)
-                if frozen.last is None:
+                if frozen.last is None and not rewrite:
                     return Cut(frozen.root_key, commit)
                 with self._lock_file(volume_id, _UPLOADS):
-                    commit = self._store_until(volume_id, frozen.last, publish) or commit
+                    commit = self._store_until(volume_id, frozen, publish, rewrite) or commit
                     root_key = self._disk(volume_id).attached().root_key
                 if frozen.is_all:
                     return Cut(root_key, commit)
 
-    def _keep_up(self, volume_id: UUID, publish: Publish) -> Commit | None:
+    def _keep_up(
+        self, volume_id: UUID, publish: Publish, rewrite: frozenset[ObjectName]
+    ) -> Commit | None:
         commit: Commit | None = None
         while True:
             with self._held(volume_id) as disk:
@@ -205,30 +225,43 @@ class Disks:
                         frozen = disk.freeze(nullcontext, leftovers_first=True)
                 except DiskBusy:
                     return commit  # whoever has it stores all of it
-            if frozen.last is None:
+            if frozen.last is None and not rewrite:
                 return commit
             with self._lock_file(volume_id, _UPLOADS):
-                commit = self._store_until(volume_id, frozen.last, publish) or commit
+                commit = self._store_until(volume_id, frozen, publish, rewrite) or commit
             if frozen.is_all:
                 return commit
 
-    def _store_until(self, volume_id: UUID, last: int, publish: Publish) -> Commit | None:
-        """Store the frozen overlays up to one, publish and drop them."""
-        numbers = self._disk(volume_id).frozen_until(last)
-        if not numbers:
-            return None  # somebody else has
-        commit = self._publish(volume_id, numbers, publish)
-        self._fold(volume_id, numbers)
+    def _store_until(
+        self,
+        volume_id: UUID,
+        frozen: Frozen,
+        publish: Publish,
+        rewrite: frozenset[ObjectName],
+    ) -> Commit | None:
+        """Store what a cut has frozen, publish and drop it."""
+        if not frozen.is_all:
+            rewrite = frozenset()  # there is another commit to come
+        numbers = self._disk(volume_id).frozen_until(frozen.last)
+        if not numbers and not rewrite:
+            return None  # somebody else has stored them
+        commit = self._publish(volume_id, numbers, publish, rewrite)
+        if numbers:
+            self._fold(volume_id, numbers)
         with self._held(volume_id) as disk:
             disk.settle(commit, numbers)
             disk.drop()
         return commit
 
     def _publish(
-        self, volume_id: UUID, numbers: Sequence[int], publish: Publish
+        self,
+        volume_id: UUID,
+        numbers: Sequence[int],
+        publish: Publish,
+        rewrite: frozenset[ObjectName],
     ) -> Commit | None:
         """Store a disk's lowest overlays and move the head to what they come to."""
-        commit = self._disk(volume_id).upload(numbers)
+        commit = self._disk(volume_id).upload(numbers, rewrite)
         if commit is not None:
             with self._held(volume_id) as disk:
                 disk.announce(commit, len(numbers))
@@ -251,10 +284,19 @@ class Disks:
         except (DaemonFailed, NotAttached, FileNotFoundError) as error:
             log.info("the layer of volume %s begins anew: %s", volume_id, error)
 
-    def commit(self, volume_id: UUID, publish: Publish) -> Commit | None:
+    def commit(
+        self,
+        volume_id: UUID,
+        publish: Publish,
+        *,
+        rewrite: frozenset[ObjectName] = frozenset(),
+    ) -> Commit | None:
         """Commit a disk that nobody uses any more; it is not served afterwards.
 
         The overlays are kept until `publish` has returned.
+
+        Args:
+            rewrite: as `checkpoint` has it.
 
         Returns: None when nothing changed.
 
@@ -266,9 +308,9 @@ class Disks:
             with self._held(volume_id) as disk:
                 disk.end()
                 numbers = disk.overlays()
-            if not numbers:
+            if not numbers and not rewrite:
                 return None
-            commit = self._publish(volume_id, numbers, publish)
+            commit = self._publish(volume_id, numbers, publish, rewrite)
             with self._held(volume_id) as disk:
                 disk.settle(commit, numbers)
                 disk.forget_dropped()

@@ -232,6 +232,10 @@ HOST_NAME = env.text("HOST_NAME", "local")
 RUN_DIR = Path(env.text("RUN_DIR", "/run/sandkeep"))
 IMAGES_DIR = Path(env.text("IMAGES_DIR", str(STATE_DIR / "images")))
 CACHE_BUDGET_BYTES = env.integer("CACHE_BUDGET_BYTES", 10 * GiB)
+# What a running disk's writes that are not stored yet may take here, and what its local layer
+# of recently read and stored blocks may (0: it has none).
+LOG_BUDGET_BYTES = env.integer("LOG_BUDGET_BYTES", 2 * GiB)
+LAYER_BUDGET_BYTES = env.integer("LAYER_BUDGET_BYTES", GiB // 2)
 DISK_USER = env.text("DISK_USER", "")
 SOCKET_GROUP = env.text("SOCKET_GROUP", "")
 # Wraps the keys that disks are encrypted with; read by hosts' workers alone. One of: a file

@@ -191,6 +191,46 @@ def test_writes_outlast_a_store_that_is_away_and_a_head_that_does_not_move(
     assert len(told) == 1
 
 
+def test_a_cut_names_the_root_of_its_moment(machine: Machine) -> None:
+    told: list[Commit] = []
+    publish = Publisher(machine, told)
+    attach(machine)
+    unchanged = machine.disks.cut(machine.volume_id, publish)
+    assert (unchanged.root_key, unchanged.commit) == (machine.head, None)
+
+    machine.write()
+    changed = machine.disks.cut(machine.volume_id, publish)
+    assert changed.commit is not None
+    assert changed.root_key == changed.commit.root_key == machine.head
+    assert machine.disks.cut(machine.volume_id, publish).root_key == machine.head
+    assert len(told) == 1
+
+
+def test_what_waits_to_be_stored_shows_from_outside(machine: Machine) -> None:
+    publish = Publisher(machine, [])
+    assert not machine.disks.has_written(machine.volume_id)
+    assert machine.disks.look() == []
+    attach(machine)
+    assert not machine.disks.has_written(machine.volume_id)
+    assert machine.disks.log_bytes(machine.volume_id) == 0
+
+    machine.write()
+    assert machine.disks.has_written(machine.volume_id)
+    look = machine.disks.look()[0]
+    assert (look.volume_id, look.root_key) == (machine.volume_id, machine.head)
+    assert look.is_served
+    assert look.log_bytes == machine.disks.log_bytes(machine.volume_id) > 0
+    assert look.written_at_ns
+
+    machine.disks.checkpoint(machine.volume_id, publish, background=True)
+    assert not machine.disks.has_written(machine.volume_id)
+    look = machine.disks.look()[0]
+    assert (look.root_key, look.log_bytes, look.written_at_ns) == (machine.head, 0, 0)
+    assert not machine.disks.is_uploading(machine.volume_id)
+    machine.kill_daemons()
+    assert not machine.disks.look()[0].is_served
+
+
 def test_a_writer_is_held_and_let_go_around_the_cut(machine: Machine) -> None:
     notes: list[str] = []
 
