@@ -11,7 +11,9 @@ is started anew, which takes some 0.4 s longer. Beside the socket lie, for each 
     .state   whether it was unmounted properly; locked by what serves it, so that two never do
     .image   the path of its image
     .used    its time is that of the last request
-    .dirty   not empty once anything was changed
+    .dirty   a mark for the first change, and for the first one after each commit
+    .stored  how many of these marks are committed
+    .settle  the socket by which the files are held still for a cut
     .lock    held for the length of an `open` or a `close`
 """
 
@@ -35,7 +37,7 @@ from typing import Any, BinaryIO
 from uuid import UUID
 
 from common.errors import Refused, Unavailable
-from hosts import paused_mount, paused_starter
+from hosts import paused_mount, paused_settle, paused_starter
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +143,7 @@ class PausedFiles:
         return [volume_id for volume_id in found if self._is_running(volume_id)]
 
     def changed(self) -> list[UUID]:
-        """Return the volumes with changes since their `clear_dirty`, open or not."""
+        """Return the volumes with changes that are not committed, open or not."""
         found = [UUID(path.stem) for path in self._config.files_dir.glob("*.dirty")]
         return [volume_id for volume_id in found if self.is_dirty(volume_id)]
 
@@ -158,18 +160,58 @@ class PausedFiles:
         return datetime.fromtimestamp(modified, UTC)
 
     def is_dirty(self, volume_id: UUID) -> bool:
-        """Tell whether something was changed since `clear_dirty`, in this opening or before."""
+        """Tell whether there are changes, of this opening or before, that are not committed."""
+        return self._marks(volume_id, "dirty") > self._stored_marks(volume_id)
+
+    def is_unchanged(self, volume_id: UUID) -> bool:
+        """Tell whether it is known that all changes are committed.
+
+        It is not where the records are gone, as after a restart of the machine.
+        """
+        return self._path(volume_id, "dirty").exists() and not self.is_dirty(volume_id)
+
+    @contextmanager
+    def settled(self, volume_id: UUID) -> Iterator[int]:
+        """Hold the open files still, consistent in their image, while the disk is cut.
+
+        Requests wait meanwhile. What is yielded stands for all changes until now: say it
+        to `note_stored` once they are committed.
+
+        Raises:
+            FilesUnavailable: they cannot be held still, or were not until the end: what
+                was cut may not be consistent, and must not be published.
+        """
         try:
-            return self._path(volume_id, "dirty").stat().st_size > 0
+            with paused_settle.held_still(self._path(volume_id, "settle")):
+                yield self._marks(volume_id, "dirty")
+        except paused_settle.Unsettled as error:
+            raise FilesUnavailable(f"The files cannot be held still: {error}.") from error
+
+    def note_stored(self, volume_id: UUID, marks: int) -> None:
+        """Record that the changes which `settled` yielded are committed."""
+        path = self._path(volume_id, "stored")
+        new = path.with_suffix(".stored-new")
+        new.write_text(str(marks))
+        new.replace(path)
+
+    def _marks(self, volume_id: UUID, kind: str) -> int:
+        try:
+            return self._path(volume_id, kind).stat().st_size
         except FileNotFoundError:
-            return False
+            return 0
+
+    def _stored_marks(self, volume_id: UUID) -> int:
+        try:
+            return int(self._path(volume_id, "stored").read_text())
+        except FileNotFoundError:
+            return 0
 
     def clear_dirty(self, volume_id: UUID) -> None:
         """Forget the changes, once they are committed or discarded; only while closed."""
         with self._locked(volume_id):
             if self._is_running(volume_id):
                 raise FilesUnavailable("The volume's files are open.")
-            for kind in ("dirty", "image", "state", "used"):
+            for kind in ("dirty", "stored", "image", "state", "used"):
                 self._path(volume_id, kind).unlink(missing_ok=True)
 
     def _path(self, volume_id: UUID, kind: str) -> Path:
@@ -186,7 +228,7 @@ class PausedFiles:
         pid = self._settled_pid(volume_id)
         if pid is not None:
             _end(pid)
-        for kind in ("sock", "pid"):
+        for kind in ("sock", "settle", "pid"):
             self._path(volume_id, kind).unlink(missing_ok=True)
 
     def _mend(self, volume_id: UUID) -> None:
@@ -285,6 +327,7 @@ class PausedFiles:
             {
                 "image": str(image),
                 "socket": str(self.socket(volume_id)),
+                "settle_socket": str(self._path(volume_id, "settle")),
                 "pid_file": str(self._path(volume_id, "pid")),
                 "state_fd": state_fd,
                 "used_file": str(self._path(volume_id, "used")),
@@ -303,7 +346,7 @@ class PausedFiles:
         pid = self._settled_pid(volume_id)
         if pid is not None:
             _kill(pid)
-        for kind in ("sock", "pid"):
+        for kind in ("sock", "settle", "pid"):
             self._path(volume_id, kind).unlink(missing_ok=True)
 
     def _was_cut_short(self, volume_id: UUID) -> bool:

@@ -106,6 +106,7 @@ class Spec:
 
     image: str
     socket: str
+    settle_socket: str
     pid_file: str
     state_fd: int
     used_file: str
@@ -130,6 +131,7 @@ class Outside:
 
     status: int
     listener: socket.socket
+    settling: socket.socket
     state: int
     used: int
     dirty: int
@@ -156,6 +158,7 @@ def main(argument: str) -> None:
     outside = Outside(
         status=os.dup(1),
         listener=_listen(spec.socket),
+        settling=_listen(spec.settle_socket),
         state=spec.state_fd,
         used=os.open(spec.used_file, os.O_RDWR | os.O_CREAT, 0o600),
         dirty=os.open(spec.dirty_file, os.O_RDWR | os.O_CREAT, 0o600),
@@ -447,9 +450,9 @@ class Init:
         self._server = os.fork()
         if self._server == 0:
             os.close(ready)
-            for fd in (self._outside.status, self._outside.state, self._image):
+            for fd in (self._outside.status, self._outside.state):
                 os.close(fd)
-            _run_and_exit(lambda: _serve_inside(self._outside, tell_ready))
+            _run_and_exit(lambda: _serve_inside(self._outside, tell_ready, self._image))
         os.close(tell_ready)
         deadline = time.monotonic() + MOUNT_TIMEOUT_S
         while not select.select([ready], [], [], 0.05)[0]:
@@ -520,7 +523,7 @@ class Init:
             os.kill(self._server, signal.SIGKILL)
 
 
-def _serve_inside(outside: Outside, ready: int) -> None:
+def _serve_inside(outside: Outside, ready: int, image: int) -> None:
     """Go into the mount, give up everything, and serve."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _enter_mount()
@@ -535,7 +538,7 @@ def _serve_inside(outside: Outside, ready: int) -> None:
         paused_syscalls.SERVE.load()  # the loop has made its sockets by now
         os.write(ready, b"r")
         os.close(ready)
-        await serve(outside.listener, journal)
+        await serve(outside.listener, journal, outside.settling, image)
 
     asyncio.run(serve_when_ready())
 

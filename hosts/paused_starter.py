@@ -29,7 +29,7 @@ from pathlib import Path
 
 import asyncssh
 
-from hosts import paused_mount, sftp_server
+from hosts import paused_mount, paused_settle, paused_syscalls, sftp_server
 
 MAX_SPEC_BYTES = 16 * 1024
 KEPT_S = 300
@@ -43,9 +43,10 @@ _FDS = 3
 def code_version() -> str:
     """Name the code that a starter has loaded: one of another release is not asked."""
     digest = hashlib.sha256(f"{sys.executable} {asyncssh.__version__}".encode())
-    for module in (__file__, paused_mount.__file__, sftp_server.__file__):
-        found = Path(module).stat()
-        digest.update(f"{module} {found.st_mtime_ns} {found.st_size}".encode())
+    modules = (paused_mount, paused_settle, paused_syscalls, sftp_server)
+    for name in (__file__, *(str(module.__file__) for module in modules)):
+        found = Path(name).stat()
+        digest.update(f"{name} {found.st_mtime_ns} {found.st_size}".encode())
     return digest.hexdigest()[:12]
 
 

@@ -23,6 +23,8 @@ import asyncssh
 from asyncssh import sftp
 from asyncssh.logging import logger as asyncssh_logger
 
+from hosts.paused_settle import Settler, serve_one
+
 if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncIterator, Callable
@@ -42,13 +44,15 @@ UNBOUNDED_EXTENSIONS = (b"copy-data", b"ranges@asyncssh.com")
 class Journal:
     """What the host learns of a session: that it was used, and that it has changed things.
 
-    Both are files outside the confinement, held open since before it.
+    Both are files outside the confinement, held open since before it. The second gets a mark
+    at the first change, and at the first after each commit.
     """
 
     def __init__(self, used_fd: int, dirty_fd: int) -> None:
         self._used_fd = used_fd
         self._dirty_fd = dirty_fd
-        self._is_dirty = os.fstat(dirty_fd).st_size > 0
+        # One mark too many does no harm, one too few would.
+        self._is_marked = False
 
     def note_use(self) -> None:
         # Written to, since only its owner (the host's root) could set its time.
@@ -56,10 +60,15 @@ class Journal:
 
     def note_change(self) -> None:
         """Record durably that the image is about to differ from the committed one."""
-        if not self._is_dirty:
+        if not self._is_marked:
+            os.lseek(self._dirty_fd, 0, os.SEEK_END)
             os.write(self._dirty_fd, b"1")
             os.fsync(self._dirty_fd)
-            self._is_dirty = True
+            self._is_marked = True
+
+    def forget_changes(self) -> None:
+        """Mark the next change again: those until now are about to be committed."""
+        self._is_marked = False
 
 
 @dataclass
@@ -304,15 +313,35 @@ class _PlainWriter:
         self.is_closing: Callable[[], bool] = writer.is_closing
 
 
-async def serve(listener: socket.socket, journal: Journal) -> None:
-    """Serve the sessions that connect to `listener`, until SIGTERM."""
+async def serve(
+    listener: socket.socket, journal: Journal, settling: socket.socket, image: int
+) -> None:
+    """Serve the sessions that connect to `listener`, until SIGTERM.
+
+    What connects to `settling` has the file system held still, see `hosts.paused_settle`.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    listener.setblocking(False)
-    accepting = loop.create_task(_accept(listener, journal))
+    for one in (listener, settling):
+        one.setblocking(False)
+    tasks = [
+        loop.create_task(_accept(listener, journal)),
+        loop.create_task(_settle(settling, journal, Settler(image))),
+    ]
     await stop.wait()
-    accepting.cancel()
+    for task in tasks:
+        task.cancel()
+
+
+async def _settle(listener: socket.socket, journal: Journal, settler: Settler) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        stream, _ = await loop.sock_accept(listener)
+        journal.forget_changes()
+        signal.alarm(REQUEST_LIMIT_S)
+        serve_one(stream, settler)
+        signal.alarm(0)
 
 
 async def _accept(listener: socket.socket, journal: Journal) -> None:

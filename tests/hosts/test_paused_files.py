@@ -701,6 +701,83 @@ async def test_use_and_change_are_recorded(
     assert not paused.is_dirty(volume_id)
 
 
+async def test_a_cut_while_the_files_are_open_is_whole_and_clean(
+    paused: PausedFiles, volume_id: uuid.UUID, image: Path, folder: Path
+) -> None:
+    cut = folder / "cut.raw"
+    paused.open(volume_id, image)
+    async with sftp(paused, volume_id) as client:
+        for number in range(60):
+            await write(client, f"/home/{number}", os.urandom(number * 1_000))
+        await client.mkdir("/home/last")
+        marks = await asyncio.to_thread(_cut, paused, volume_id, image, cut)
+        assert paused.is_dirty(volume_id)
+        paused.note_stored(volume_id, marks)
+        stored = paused.is_unchanged(volume_id)
+        await write(client, "/home/after", b"after")
+        dirty_again = paused.is_dirty(volume_id)
+    assert paused.close(volume_id)
+
+    assert (stored, dirty_again) == (True, True)
+    assert fsck(cut) == 0
+    features = run("/usr/sbin/dumpe2fs", "-h", cut).stdout
+    assert b"state:         clean" in features
+    assert len(content_of(cut, "/home/59")) == 59_000
+    assert b"directory" in run("/usr/sbin/debugfs", "-R", "stat /home/last", cut).stdout
+    assert content_of(cut, "/home/after") == b""
+    assert fsck(image) == 0
+    assert content_of(image, "/home/after") == b"after"
+
+
+def _cut(paused: PausedFiles, volume_id: uuid.UUID, image: Path, copy: Path) -> int:
+    with paused.settled(volume_id) as marks:
+        run("cp", "--sparse=always", image, copy)
+        return marks
+
+
+async def test_requests_wait_for_a_cut_and_go_on_after_it(
+    paused: PausedFiles, volume_id: uuid.UUID, image: Path
+) -> None:
+    paused.open(volume_id, image)
+    async with sftp(paused, volume_id) as client:
+        with paused.settled(volume_id):
+            writing = asyncio.create_task(write(client, "/home/late", b"late"))
+            await asyncio.sleep(0.3)
+            waited = not writing.done()
+        await asyncio.wait_for(writing, 5)
+        again = await asyncio.to_thread(_enter, paused, volume_id)
+
+    assert waited
+    assert again > 0
+
+
+def _enter(paused: PausedFiles, volume_id: uuid.UUID) -> int:
+    with paused.settled(volume_id) as marks:
+        return marks
+
+
+def test_what_has_no_file_to_flush_by_is_not_cut(
+    paused: PausedFiles, volume_id: uuid.UUID, folder: Path
+) -> None:
+    image = folder / "bare.raw"
+    run("/usr/sbin/mke2fs", "-q", "-t", "ext4", image, "16M")
+    paused.open(volume_id, image)
+
+    with pytest.raises(FilesUnavailable, match="no regular file"), paused.settled(volume_id):
+        pytest.fail("there is nothing that can be flushed")
+    paused.close(volume_id)
+    with pytest.raises(FilesUnavailable), paused.settled(volume_id):
+        pytest.fail("the files are closed")
+
+
+def test_a_volume_of_which_nothing_is_recorded_may_be_changed(
+    paused: PausedFiles, volume_id: uuid.UUID, image: Path
+) -> None:
+    assert not paused.is_unchanged(volume_id)
+    paused.open(volume_id, image)
+    assert paused.is_unchanged(volume_id)
+
+
 def test_the_processes_are_confined(
     paused: PausedFiles, volume_id: uuid.UUID, image: Path
 ) -> None:
