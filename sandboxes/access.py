@@ -26,7 +26,7 @@ from accounts.models import Team
 from common.api.database import run_db
 from hosts.link import GateEndpoint, GuestEndpoint, GuestLink, LinkDown, Links
 from hosts.models import Host, Volume
-from sandboxes import services
+from sandboxes import moments, services
 from sandboxes.errors import FilesLost, Gone, NotRunning, ResumeFailed, WakingUp, WrongState
 from sandboxes.events import Changes, watching
 from sandboxes.models import Sandbox
@@ -93,17 +93,26 @@ async def guest_of(sandbox_id: str, team: Team) -> GuestLink:
     return await _wait(sandbox_id, team, _Waker().step)
 
 
-async def files_of(sandbox_id: str, team: Team) -> asyncssh.SFTPClient:
+async def files_of(
+    sandbox_id: str, team: Team, *, generation: int | None = None
+) -> asyncssh.SFTPClient:
     """Return an SFTP session on the sandbox's files, shared: no caller may `exit` it.
 
     A paused sandbox stays paused: its host opens the committed disk.
 
+    Args:
+        generation: a moment of its history, whose files are for reading only: what is written
+            to them is lost.
+
     Raises:
+        MomentNotFound, TooManyViews: of a generation.
         Gone: there is no such sandbox, or it was deleted meanwhile.
         WakingUp: it, or its files, were not there in time; they still may be, soon.
         ResumeFailed: it was starting and could not be.
     """
     sandbox = await run_db(find_sandbox, sandbox_id, team)
+    if generation is not None:
+        return await _wait(sandbox_id, team, _MomentOpener(generation).step)
     opened = await _open_files(sandbox)
     if opened is not None:
         return opened
@@ -212,6 +221,24 @@ class _FilesOpener:
         return opened
 
 
+class _MomentOpener:
+    """Brings one caller to the files of a moment of the sandbox's history."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    async def step(self, sandbox: Sandbox) -> asyncssh.SFTPClient | None:
+        view = await run_db(moments.request_view, sandbox=sandbox, number=self._number)
+        if view.error:
+            raise ResumeFailed(view.error)
+        if not _files_are_open(view.volume):
+            return None
+        try:
+            return await _paused_session(view.volume)
+        except LinkDown:
+            return None
+
+
 async def _open_files(sandbox: Sandbox) -> asyncssh.SFTPClient | None:
     """Return the session if it can be had right now."""
     try:
@@ -249,7 +276,11 @@ async def _link_if_up(sandbox: Sandbox) -> GuestLink | None:
 
 
 async def with_files(
-    sandbox_id: str, team: Team, work: Callable[[asyncssh.SFTPClient], Awaitable[T]]
+    sandbox_id: str,
+    team: Team,
+    work: Callable[[asyncssh.SFTPClient], Awaitable[T]],
+    *,
+    generation: int | None = None,
 ) -> T:
     """Do something with the files that is safe to repeat, again when the session breaks.
 
@@ -259,7 +290,7 @@ async def with_files(
     """
     for _ in range(2):
         try:
-            return await work(await files_of(sandbox_id, team))
+            return await work(await files_of(sandbox_id, team, generation=generation))
         except FilesLost:
             await asyncio.sleep(RETRY_LINK_S / 4)
-    return await work(await files_of(sandbox_id, team))
+    return await work(await files_of(sandbox_id, team, generation=generation))

@@ -15,7 +15,7 @@ from common.errors import Refused
 from common.queue import send_to
 from common.units import MINUTE
 from hosts.errors import GuestBusy
-from sandboxes import operations
+from sandboxes import operations, past_files
 from sandboxes.watch import Watcher
 
 HostActor = dramatiq.Actor[Any, Any]
@@ -90,6 +90,18 @@ def open_files(sandbox_id: str) -> None:
 def close_files(sandbox_id: str) -> None:
     """Commit what was written to a paused sandbox's files, and serve them no longer."""
     _alone(operations.close_files, sandbox_id)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, max_retries=5, min_backoff=500)
+def open_view(view_id: str) -> None:
+    """Serve the files of a moment of a sandbox's history."""
+    _alone(past_files.open_view, view_id)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+def close_view(view_id: str) -> None:
+    """Serve the files of a moment no longer."""
+    _alone(past_files.close_view, view_id)
 
 
 @dramatiq.actor(time_limit=MINUTE * 1000, max_age=WATCH_MAX_AGE_MS, max_retries=0)

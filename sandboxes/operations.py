@@ -290,12 +290,14 @@ def _wake_if_wished(sandbox: Sandbox) -> str | None:
 
 def _commit(volume: Volume, kind: Generation.Kind) -> Commit | None:
     """Store what the disk, used by nobody now, has written, and move the head to it."""
-    commit = local.disks().commit(volume.pk, _publisher(volume, kind))
+    commit = local.disks().commit(volume.pk, publisher(volume, kind))
     _count_gets(volume)
     return commit
 
 
-def _publisher(volume: Volume, kind: Generation.Kind) -> Callable[[Commit], None]:
+def publisher(volume: Volume, kind: Generation.Kind) -> Callable[[Commit], None]:
+    """Return what moves the volume's head to a commit that was made under its epoch."""
+
     def publish(commit: Commit) -> None:
         publish_commit(volume.pk, epoch=volume.epoch, kind=kind, commit=commit)
         _count_gets(volume)
@@ -321,7 +323,7 @@ def checkpoint(sandbox_id: str) -> None:
         channel = AgentChannel(local.channel_path(sandbox.uuid))
         local.disks().checkpoint(
             sandbox.volume_id,
-            _publisher(sandbox.volume, Generation.Kind.CHECKPOINT),
+            publisher(sandbox.volume, Generation.Kind.CHECKPOINT),
             around_cut=lambda: _frozen(channel),
         )
         announce(sandbox)
@@ -405,18 +407,20 @@ def _cut_disk(
     sandbox: Sandbox, around_cut: Callable[[], AbstractContextManager[None]]
 ) -> Generation:
     """Commit a running sandbox's disk; returns the generation that holds its state."""
-    publish = _publisher(sandbox.volume, Generation.Kind.CHECKPOINT)
-    local.disks().checkpoint(sandbox.volume_id, publish, around_cut=around_cut)
-    head = Volume.objects.select_related("head").get(pk=sandbox.volume_id).head
-    assert head is not None
-    return head
+    volume = sandbox.volume
+    publish = publisher(volume, Generation.Kind.CHECKPOINT)
+    root_key = local.disks().cut(volume.pk, publish, around_cut=around_cut).root_key
+    # The head may have moved on since, by a commit in the background.
+    if volume.head is not None and volume.head.root_key == root_key:
+        return volume.head
+    return Generation.objects.filter(volume=volume, root_key=root_key).latest("number")
 
 
 def _cut_paused(sandbox: Sandbox, wanted: Sequence[Cut]) -> None:
     """Take the head, once it has what was edited while the files were open."""
     volume = sandbox.volume
     if volume.attached_for == Volume.Purpose.FILES:
-        if not _holds(volume):
+        if not holds(volume):
             return
         if local.paused_files().is_dirty(volume.pk):
             _end_files(sandbox)
@@ -454,15 +458,16 @@ def open_files(sandbox_id: str) -> None:
         if sandbox is None:
             return
         volume = sandbox.volume
-        if volume.attached_for != Volume.Purpose.FILES or not _holds(volume):
+        if volume.attached_for != Volume.Purpose.FILES or not holds(volume):
             return
         if not local.paused_files().is_open(volume.pk):
-            _mount_files(volume)
+            mount_files(volume)
         mark_files_ready(volume.pk, epoch=volume.epoch, at=timezone.now())
         announce(sandbox)
 
 
-def _mount_files(volume: Volume) -> None:
+def mount_files(volume: Volume) -> None:
+    """Serve the files of a volume's head, over an overlay of its own."""
     assert volume.head is not None
     disks = local.disks()
     disks.attach(volume.pk, root_key=volume.head.root_key, epoch=volume.epoch)
@@ -471,7 +476,8 @@ def _mount_files(volume: Volume) -> None:
     local.paused_files().open(volume.pk, device)
 
 
-def _holds(volume: Volume) -> bool:
+def holds(volume: Volume) -> bool:
+    """Tell whether this host has the volume attached, its host read along with it."""
     return volume.attached_host is not None and volume.attached_host == local.this_host()
 
 
@@ -496,7 +502,7 @@ def _end_files(sandbox: Sandbox) -> None:
     volume = sandbox.volume
     if volume.attached_for != Volume.Purpose.FILES:
         return
-    if not _holds(volume):
+    if not holds(volume):
         assert volume.attached_host_id is not None
         raise VolumeBusy(volume.pk, volume.attached_host_id)
     mark_files_ready(volume.pk, epoch=volume.epoch, at=None)
@@ -516,7 +522,7 @@ def _settle_files(volume: Volume) -> None:
         files.close(volume.pk)
         return
     if not files.close(volume.pk):
-        _mount_files(volume)
+        mount_files(volume)
         if not files.close(volume.pk):
             raise FilesUnavailable("The files were not unmounted properly.")
     disks.drop_fuse(volume.pk)

@@ -374,12 +374,12 @@ def request_files(*, sandbox: Sandbox) -> None:
             return
         host = volume.attached_host
         if host is None:
-            host = _host_for_files()
+            host = host_for_files()
             attach_volume(volume.pk, host=host, purpose=Volume.Purpose.FILES)
         send_to_host(actors.open_files, sandbox, host)
 
 
-def _host_for_files() -> Host:
+def host_for_files() -> Host:
     """Return the living host with the least promised; files need next to no memory."""
     host = Host.objects.alive().filter(is_open=True).order_by("promised_bytes", "pk").first()
     if host is None:
@@ -417,10 +417,15 @@ def refuse_if_ending(sandbox: Sandbox) -> None:
         raise WrongState(sandbox.wire_status, "changed")
 
 
-def send_to_host(actor: actors.HostActor, sandbox: Sandbox, host: Host | None) -> None:
-    """Queue work on a sandbox for a host's worker, once the transaction has committed."""
+def send_to_host(actor: actors.HostActor, subject: Sandbox | str, host: Host | None) -> None:
+    """Queue work for a host's worker, once the transaction has committed.
+
+    Args:
+        subject: a sandbox, or the id of what the actor works on.
+    """
     assert host is not None
-    transaction.on_commit(partial(actors.send, actor, host.queue, sandbox.id))
+    subject_id = subject.id if isinstance(subject, Sandbox) else subject
+    transaction.on_commit(partial(actors.send, actor, host.queue, subject_id))
 
 
 def forget_old_claims() -> None:

@@ -17,7 +17,7 @@ from billing.services import close_interval
 from common.errors import DomainError
 from common.queue import send_to
 from hosts.models import Host
-from sandboxes import actors, cuts, services, snapshots
+from sandboxes import actors, cuts, moments, services, snapshots
 from sandboxes.history import Thinner
 from sandboxes.host_loss import HostWatch, leave_host
 from sandboxes.models import Sandbox
@@ -66,6 +66,7 @@ class Sweeper:
             (cuts.fail_late_cuts, 5.0),
             (cuts.forget_cuts, 60.0),
             (snapshots.delete_expired_snapshots, 1.0),
+            (moments.forget_lost_views, 30.0),
             (self._thinner.step, 5.0),
             (services.forget_old_claims, FORGET_EVERY_S),
         ):

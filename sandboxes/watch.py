@@ -26,7 +26,8 @@ from hosts.services import HostReport, record_heartbeat
 from hosts.volumes.disks import DiskHealth
 from sandboxes import lifecycle
 from sandboxes.errors import WrongState
-from sandboxes.models import Sandbox
+from sandboxes.models import FileView, Sandbox
+from sandboxes.past_files import GONE
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +44,10 @@ FILES_IDLE = timedelta(seconds=45)
 
 
 class FollowUp(NamedTuple):
-    """A message that should be sent next: an actor of `sandboxes.actors`, a sandbox."""
+    """A message that should be sent next: an actor of `sandboxes.actors`, and to whom."""
 
     actor: str
-    sandbox_id: str
+    subject_id: str
 
 
 class Watcher:
@@ -75,6 +76,7 @@ class Watcher:
             follow_ups = list(self._see_to_running(host, guests, hypervisor))
             self._end_strays(host, guests, hypervisor)
         follow_ups += _see_to_files(host)
+        follow_ups += _see_to_views(host)
         _drop_left_over_disks(host)
         return follow_ups
 
@@ -208,6 +210,24 @@ def _see_to_files(host: Host) -> Iterator[FollowUp]:
             idle = timezone.now() - used_at
             if idle > (FILES_QUIET if files.is_dirty(volume.pk) else FILES_IDLE):
                 yield FollowUp("close_files", sandbox.id)
+
+
+def _see_to_views(host: Host) -> Iterator[FollowUp]:
+    """Close views of the past that nobody reads, or whose sandbox is deleted."""
+    files = local.paused_files()
+    views = FileView.objects.filter(volume__attached_host=host)
+    for view in views.select_related("sandbox", "volume"):
+        volume = view.volume
+        if view.sandbox.state in GONE or view.error:
+            yield FollowUp("close_view", str(view.pk))
+        elif volume.files_ready_at is None:
+            yield FollowUp("open_view", str(view.pk))
+        elif not files.is_open(volume.pk):
+            yield FollowUp("close_view", str(view.pk))
+        else:
+            used_at = files.last_used_at(volume.pk) or volume.files_ready_at
+            if timezone.now() - used_at > FILES_IDLE:
+                yield FollowUp("close_view", str(view.pk))
 
 
 def _drop_left_over_disks(host: Host) -> None:

@@ -1,6 +1,7 @@
 """Files of a sandbox, whether it runs or sleeps."""
 
 import base64
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import parse_qsl
@@ -21,10 +22,11 @@ from sandboxes.access import files_of, find_sandbox, with_files
 from sandboxes.api import schema
 from sandboxes.api.bodies import instant
 from sandboxes.api.serializers import Move
-from sandboxes.errors import FileTooLarge
+from sandboxes.errors import BadPath, FileTooLarge
 from sandboxes.filenames import to_text
 
 READ_BODY_BYTES = 512 * 1024
+GENERATION = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 class FileView(AsyncTeamView):
@@ -34,6 +36,20 @@ class FileView(AsyncTeamView):
         """Return the path in the query of a request about a sandbox that is there."""
         await run_db(find_sandbox, sandbox_id, self.team)
         return files.parse_path(self.query().get("path", default))
+
+    def refuse_generation(self) -> None:
+        """Refuse a change that means a moment of the past."""
+        if "generation" in self.query():
+            raise BadPath("generation", "the past can be read, restored and forked only.")
+
+    def generation(self) -> int | None:
+        """Return which moment of the sandbox's history is meant, None where it is now."""
+        text = self.query().get("generation")
+        if text is None:
+            return None
+        if not GENERATION.fullmatch(text):
+            raise BadPath("generation", "it is a number from the sandbox's history.")
+        return int(text)
 
     def query(self) -> dict[str, str]:
         """Return the query with bytes that are not UTF-8 kept, where Django replaces them."""
@@ -56,14 +72,17 @@ class FileContent(FileView):
             "The raw bytes. Where Accept or Content-Type names application/json: "
             '{content, encoding: "base64"}, for files of at most 100 MiB.'
         ),
-        parameters=[schema.PATH],
+        parameters=[schema.PATH, schema.GENERATION],
         responses={(200, "application/octet-stream"): OpenApiTypes.BINARY}
         | schema.refusals(400, 403, 404, 409, 503),
     )
     async def get(self, request: Request, sandbox_id: str) -> HttpResponseBase:
         path = await self.path(sandbox_id)
         opened = await with_files(
-            sandbox_id, self.team, lambda sftp: files.open_file(sftp, path)
+            sandbox_id,
+            self.team,
+            lambda sftp: files.open_file(sftp, path),
+            generation=self.generation(),
         )
         if _wants_json(request):
             return await _as_json(opened)
@@ -89,6 +108,7 @@ class FileContent(FileView):
     )
     async def post(self, request: Request, sandbox_id: str) -> Response:
         path = await self.path(sandbox_id)
+        self.refuse_generation()
         query = self.query()
         if _flag(query, "mkdir"):
             sftp = await files_of(sandbox_id, self.team)
@@ -108,6 +128,7 @@ class FileContent(FileView):
     )
     async def delete(self, request: Request, sandbox_id: str) -> Response:
         path = await self.path(sandbox_id)
+        self.refuse_generation()
         await files.delete_path(await files_of(sandbox_id, self.team), path)
         return ok({"deleted": True})
 
@@ -119,13 +140,18 @@ class FileStat(FileView):
 
     @extend_schema(
         summary="Show what is known of a file",
-        parameters=[schema.PATH],
+        parameters=[schema.PATH, schema.GENERATION],
         responses={200: schema.enveloped("FileInfo", schema.FileInfo())}
         | schema.refusals(400, 403, 404, 503),
     )
     async def get(self, request: Request, sandbox_id: str) -> Response:
         path = await self.path(sandbox_id)
-        info = await with_files(sandbox_id, self.team, lambda sftp: files.stat_file(sftp, path))
+        info = await with_files(
+            sandbox_id,
+            self.team,
+            lambda sftp: files.stat_file(sftp, path),
+            generation=self.generation(),
+        )
         return ok(info_body(info))
 
 
@@ -136,14 +162,17 @@ class FileList(FileView):
 
     @extend_schema(
         summary="List a directory",
-        parameters=[schema.PATH],
+        parameters=[schema.PATH, schema.GENERATION],
         responses={200: schema.enveloped("FileList", schema.FileList())}
         | schema.refusals(400, 403, 404, 409, 503),
     )
     async def get(self, request: Request, sandbox_id: str) -> Response:
         path = await self.path(sandbox_id, default="/")
         entries, is_cut = await with_files(
-            sandbox_id, self.team, lambda sftp: files.list_directory(sftp, path)
+            sandbox_id,
+            self.team,
+            lambda sftp: files.list_directory(sftp, path),
+            generation=self.generation(),
         )
         body: dict[str, Any] = {"entries": [info_body(entry) for entry in entries]}
         return ok(body | ({"truncated": True} if is_cut else {}))

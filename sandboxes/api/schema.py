@@ -33,6 +33,13 @@ PATH = OpenApiParameter(
 )
 
 
+GENERATION = OpenApiParameter(
+    "generation",
+    OpenApiTypes.INT,
+    description="A moment of the sandbox's history, instead of now. For reading only.",
+)
+
+
 class ErrorBody(serializers.Serializer[Any]):
     """Why a request was refused."""
 

@@ -1,5 +1,6 @@
 """Which moments of a sandbox's disk are kept, and for how long."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -20,7 +21,7 @@ KEPT = (
 )
 
 
-def kept_of(ages_s: list[float]) -> list[float]:
+def kept_of(ages_s: Sequence[float]) -> list[float]:
     """Return which of the moments of these ages stay."""
     moments = [(index, NOW - timedelta(seconds=age)) for index, age in enumerate(ages_s)]
     dropped = set(superfluous(moments, now=NOW, kept=KEPT))

@@ -1,5 +1,6 @@
 """What of a disk is made this machine's own."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,8 @@ def test_keys_of_an_installed_server_are_made_anew(monkeypatch: pytest.MonkeyPat
     names = ["ssh_host_ed25519_key", "ssh_host_ed25519_key.pub", "sshd_config"]
     removed: list[str] = []
     started: list[list[str]] = []
-    monkeypatch.setattr(identity.os, "listdir", lambda _: names)
-    monkeypatch.setattr(identity.os.path, "exists", lambda _: True)
+    monkeypatch.setattr(os, "listdir", lambda _: names)
+    monkeypatch.setattr(os.path, "exists", lambda _: True)
     monkeypatch.setattr(identity, "_remove", removed.append)
     monkeypatch.setattr(spawn, "start_quietly", started.append)
 
