@@ -3,12 +3,14 @@
 In two phases: the ordinary tests side by side, each worker with its own databases; then, one
 after another, those that boot guests or drive a browser, on a platform that is up.
 
-Two sets of names are made afresh for each run, under var/test: one for the platform that the
+Two sets of names are made afresh for each run, under var/test (var/test-1 and so on for a run
+that finds another one under way): one for the platform that the
 end-to-end tests use from outside, one for what tests start themselves. They share the
 servers, apart in database, Redis number and object prefix, and with var/ the guest images.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -16,7 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -34,6 +37,9 @@ NEEDS_PLATFORM = "guest or browser"
 # Source: https://docs.pytest.org/en/stable/reference/exit-codes.html
 INTERRUPTED, NO_TESTS = 2, 5
 COLLECT_TIMEOUT_S = 300.0
+# So many runs at once in a checkout; their ports are this far apart.
+RUNS_AT_ONCE = 8
+PORTS_OF_A_RUN = 100
 # How long pytest may take to end its fixtures when it is interrupted.
 TEARDOWN_TIMEOUT_S = 90.0
 # A few tests are done before workers and their databases are there.
@@ -61,13 +67,27 @@ class Wanted:
 def main(arguments: list[str]) -> int:
     """Run the command; return pytest's exit code, or 1 if it could not be run."""
     wanted = parse(arguments)
-    folder = CHECKOUT / "var/test"
     try:
-        platform, own = _configure(folder)
-        return _run(platform, own, wanted)
+        with _run_number() as number:
+            platform, own = _configure(number)
+            return _run(platform, own, wanted)
     except LaunchFailed as error:
         say(f"\n{error}")
         return 1
+
+
+@contextmanager
+def _run_number() -> Iterator[int]:
+    """Take the lowest number that no other run of this checkout has."""
+    for number in range(RUNS_AT_ONCE):
+        with (CHECKOUT / f"var/test-{number}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield number
+            return
+    raise LaunchFailed(f"{RUNS_AT_ONCE} runs of bin/test are under way in this checkout.")
 
 
 def parse(arguments: Sequence[str]) -> Wanted:
@@ -87,12 +107,14 @@ def worst(codes: Sequence[int]) -> int:
     return 0 if 0 in codes else NO_TESTS
 
 
-def _configure(folder: Path) -> tuple[Config, Config]:
+def _configure(number: int) -> tuple[Config, Config]:
     """Return the names of the platform and of the tests' own parts, both new."""
+    folder = CHECKOUT / (f"var/test-{number}" if number else "var/test")
     _clear(folder)
     images = os.environ.get("IMAGES_DIR") or str(CHECKOUT / "var/images")
     given = {name: os.environ[name] for name in ("SANDKEEP_USER",) if name in os.environ}
-    given |= {"PORT_BASE": os.environ.get("PORT_BASE", PORT_BASE), "IMAGES_DIR": images}
+    base = int(os.environ.get("PORT_BASE", PORT_BASE)) + number * PORTS_OF_A_RUN
+    given |= {"PORT_BASE": str(base), "IMAGES_DIR": images}
     given |= CHEAP
     platform = configure(given, state_dir=folder / "platform")
     shared = ("DATABASE_URL", "S3_ENDPOINT_URL", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY")
