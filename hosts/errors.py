@@ -148,7 +148,7 @@ class HeadMoved(Refused):
         self.volume_id = volume_id
 
 
-class ObjectsCollected(Refused):
+class ObjectsCollected(Unavailable):
     """A commit names objects that have been given up; it has to be made anew."""
 
     code = "objects_collected"

@@ -161,7 +161,8 @@ class Volume(models.Model):
         db_default=Value([], models.JSONField()),
         blank=True,
         editable=False,
-        help_text="Keys of packs with little left alive: the next commit empties them.",
+        help_text="Keys of packs with little left alive, which the next commit empties, and of "
+        "the root of a generation that has their blocks elsewhere.",
     )
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     deleted_at = models.DateTimeField(null=True, editable=False)

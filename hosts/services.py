@@ -1,6 +1,5 @@
 """Placing guests on the fleet, and who may write to a volume."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from ipaddress import IPv4Address, IPv4Network
@@ -21,8 +20,8 @@ from hosts.errors import (
 from hosts.keys import data_key_of
 from hosts.models import Generation, Host, Placement, StoredObject, Volume
 from hosts.network import addresses
-from hosts.volumes.commit import Commit
-from hosts.volumes.naming import ObjectName, parse_key
+from hosts.volumes.commit import Commit, Rewrite
+from hosts.volumes.naming import parse_key
 
 OBJECTS_BATCH = 1000
 """Rows that one statement writes: a large import has tens of thousands."""
@@ -119,17 +118,17 @@ def new_volume(*, owner: str, head: Generation | None = None) -> Volume:
 
 
 def keep_generation(generation: Generation) -> None:
-    """Keep a generation from being given up until the transaction ends.
+    """Keep a generation from being given up or moved until the transaction ends.
 
-    Others may read and name it meanwhile. Whoever makes anything of a generation calls
-    this before it copies its root key.
+    Others may keep it, too. Whoever makes anything of a generation calls this before it
+    copies its root key, which is read anew.
 
     Raises:
         GenerationGone: it was given up a moment ago.
     """
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT root_key FROM hosts_generation WHERE id = %s FOR KEY SHARE",
+            "SELECT root_key FROM hosts_generation WHERE id = %s FOR SHARE",
             [generation.pk],
         )
         row = cursor.fetchone()
@@ -157,11 +156,9 @@ def attach_volume(volume_id: UUID, *, host: Host, purpose: Volume.Purpose) -> Vo
             if volume.attached_host_id != host.pk or volume.attached_for != purpose:
                 raise VolumeBusy(volume.pk, volume.attached_host_id)
             return volume
-        if volume.head_id is not None:
+        if volume.head is not None:
             # Waits for a repacking that moves its root, and keeps the next one away.
-            volume.head = Generation.objects.select_for_update(no_key=True).get(
-                pk=volume.head_id
-            )
+            keep_generation(volume.head)
         volume.epoch += 1
         volume.attached_host = host
         volume.attached_for = purpose
@@ -227,26 +224,41 @@ def publish_commit(
         HeadMoved: the commit was not made from its head.
         ObjectsCollected: the collector has given up an object that the commit put.
     """
-    with transaction.atomic():
-        volume = _publishable(volume_id, epoch)
-        head = volume.head
-        if head is not None and head.root_key == commit.root_key:
-            return head
-        if (None if head is None else head.root_key) != commit.base_root_key:
-            raise HeadMoved(volume_id)
-        _record_objects(volume, commit.objects)
-        return publish_generation(
-            volume_id,
-            epoch=epoch,
-            kind=kind,
-            root_key=commit.root_key,
-            size_bytes=commit.size_bytes,
-            blocks_changed=commit.blocks_changed,
-            uploaded_bytes=commit.uploaded_bytes,
-            index_bytes=commit.index_bytes,
-            stored_bytes=commit.stored_bytes,
-            start_blocks=start_blocks,
-        )
+    try:
+        with transaction.atomic():
+            return _publish_commit(volume_id, epoch, kind, commit, start_blocks)
+    except ObjectsCollected:
+        # The next try adopts nothing, so it is another commit.
+        Volume.objects.filter(pk=volume_id).update(packs_to_rewrite=[])
+        raise
+
+
+def _publish_commit(
+    volume_id: UUID,
+    epoch: int,
+    kind: Generation.Kind,
+    commit: Commit,
+    start_blocks: bytes | None,
+) -> Generation:
+    volume = _publishable(volume_id, epoch)
+    head = volume.head
+    if head is not None and head.root_key == commit.root_key:
+        return head
+    if (None if head is None else head.root_key) != commit.base_root_key:
+        raise HeadMoved(volume_id)
+    _record_objects(volume, commit)
+    return publish_generation(
+        volume_id,
+        epoch=epoch,
+        kind=kind,
+        root_key=commit.root_key,
+        size_bytes=commit.size_bytes,
+        blocks_changed=commit.blocks_changed,
+        uploaded_bytes=commit.uploaded_bytes,
+        index_bytes=commit.index_bytes,
+        stored_bytes=commit.stored_bytes,
+        start_blocks=start_blocks,
+    )
 
 
 def _publishable(volume_id: UUID, epoch: int) -> Volume:
@@ -258,19 +270,21 @@ def _publishable(volume_id: UUID, epoch: int) -> Volume:
     return volume
 
 
-def _record_objects(volume: Volume, objects: Sequence[tuple[str, int]]) -> None:
+def _record_objects(volume: Volume, commit: Commit) -> None:
     """Say what the volume stores from now on, and count the requests that put it there."""
+    objects = commit.objects
     for at in range(0, len(objects), OBJECTS_BATCH):
         batch = objects[at : at + OBJECTS_BATCH]
+        # An earlier try may have left a row, dead or not: a row says that there is an object.
         StoredObject.objects.bulk_create(
             [StoredObject(volume=volume, key=key, size_bytes=size) for key, size in batch],
-            ignore_conflicts=True,
+            update_conflicts=True,
+            unique_fields=["key"],
+            update_fields=["dead_at"],
         )
-        given_up = StoredObject.objects.filter(
-            key__in=[key for key, _ in batch], dead_at__isnull=False
-        )
-        if given_up.exists():
-            raise ObjectsCollected(volume.pk)
+    adopted = StoredObject.objects.filter(key__in=commit.adopted)
+    if adopted.update(dead_at=None) != len(commit.adopted):
+        raise ObjectsCollected(volume.pk)
     Volume.objects.filter(pk=volume.pk).update(
         store_puts=F("store_puts") + len(objects), packs_to_rewrite=[]
     )
@@ -319,10 +333,12 @@ def publish_generation(
         return generation
 
 
-def packs_to_rewrite(volume_id: UUID) -> frozenset[ObjectName]:
+def packs_to_rewrite(volume_id: UUID) -> Rewrite:
     """Return the packs that the collector would like the volume's next commit to empty."""
     keys = Volume.objects.values_list("packs_to_rewrite", flat=True).get(pk=volume_id)
-    return frozenset(parse_key(key)[1] for key in keys)
+    packs = [parse_key(key)[1] for key in keys if key.startswith("packs/")]
+    donors = [key for key in keys if key.startswith("roots/")]
+    return Rewrite.of(packs, donors[0] if donors else None)
 
 
 def count_gets(volume_id: UUID, *, epoch: int, requests: int) -> None:

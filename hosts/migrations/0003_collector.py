@@ -27,7 +27,8 @@ class Migration(migrations.Migration):
                 db_default=models.Value([], models.JSONField()),
                 default=list,
                 editable=False,
-                help_text="Keys of packs with little left alive: the next commit empties them.",
+                help_text="Keys of packs with little left alive, which the next commit empties, and of "
+                "the root of a generation that has their blocks elsewhere.",
             ),
         ),
         migrations.AddIndex(

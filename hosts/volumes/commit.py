@@ -13,9 +13,9 @@ what makes it safe to delete what no root names (see `collect`).
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from heapq import merge
 from operator import itemgetter
@@ -27,7 +27,7 @@ from uuid import UUID
 from common.units import MiB
 from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK, encode_block
 from hosts.volumes.cache import ObjectCache
-from hosts.volumes.errors import Corrupt, StoreUnavailable
+from hosts.volumes.errors import Corrupt, ObjectMissing, StoreUnavailable
 from hosts.volumes.failpoints import reach
 from hosts.volumes.index import (
     LEAF_BLOCKS,
@@ -45,6 +45,8 @@ from hosts.volumes.naming import Kind, ObjectName, content_digest, parse_key
 from hosts.volumes.objects import ObjectReader, ObjectStore
 from hosts.volumes.qcow2 import Overlay, open_overlay
 from hosts.volumes.reader import ReaderMemory, VolumeReader, load_leaf
+
+PACK_MAGIC = b"SKPACK\0\1"
 
 PACK_BYTES = 6 * MiB
 """A pack is closed when it reaches this: large enough that requests cost little beside
@@ -88,6 +90,24 @@ class Commit:
     """What it was made from; None for the first."""
     objects: tuple[tuple[str, int], ...] = ()
     """Key and size in bytes of every object that the commit put: packs, leaves, root."""
+    adopted: tuple[str, ...] = ()
+    """Keys of packs that it names and neither put nor found in its base."""
+
+
+class Rewrite(frozenset[ObjectName]):
+    """Packs that a commit shall not need any more, and who has their blocks elsewhere.
+
+    Blocks that the donor has are not copied: the new generation names what it names.
+    Publishing makes sure that this is still there.
+    """
+
+    donor_root_key: str | None = None
+
+    @classmethod
+    def of(cls, packs: Iterable[ObjectName], donor_root_key: str | None) -> "Rewrite":
+        rewrite = cls(packs)
+        rewrite.donor_root_key = donor_root_key
+        return rewrite
 
 
 class LeafSource(Protocol):
@@ -209,7 +229,8 @@ def commit_overlays(
         overlays: the lowest first. Nobody may be writing to them.
         cache: for roots and leaves of the base; uploaded objects are put into it.
         rewrite: packs that the new generation shall not need: what is left alive in them
-            is written anew. Of packs that the base does not name nothing is done.
+            is written anew, or named where the donor has it. Packs of other volumes, such
+            as a base's, are left only for a donor's: copies would be as many as forks.
 
     Returns: None when the device reads exactly as its base, and nothing was to be rewritten.
 
@@ -226,7 +247,7 @@ def commit_overlays(
         layers = [stack.enter_context(open_overlay(path)) for path in overlays]
         if any(layer.size_bytes != base.size_bytes for layer in layers):
             raise Corrupt("An overlay has another size than its base.")
-        rewrite = rewrite & base.packs.keys()
+        packs = rewrite & base.packs.keys()
         writer = stack.enter_context(
             _Writer(
                 store,
@@ -237,38 +258,94 @@ def commit_overlays(
                 read_leaf=read_leaf,
                 keyring=keyring,
                 cache=cache,
-                rewrite=rewrite,
+                rewrite=packs,
             )
         )
         blocks = _overlaid_blocks(layers, base.size_bytes // BLOCK_BYTES)
-        if rewrite:
-            reader = VolumeReader(base, ReaderMemory(cache), keyring)
-            blocks = _with_rewritten(blocks, _blocks_in(base, read_leaf, rewrite), reader)
-        for number, block in blocks:
-            writer.write(number, block)
+        if not packs:
+            for number, data in blocks:
+                writer.write(number, data)
+            return writer.finish()
+        donor = _Donor.of(rewrite, packs, cache, keyring)
+        reader = VolumeReader(base, ReaderMemory(cache), keyring)
+        moving = _entries_in(base, read_leaf, packs)
+        for number, block in _in_order(blocks, moving):
+            if isinstance(block, bytes):
+                writer.write(number, block)
+            elif (elsewhere := donor.entry(number, block)) is not None:
+                writer.adopt(number, block, elsewhere, donor.root.packs[elsewhere.pack])
+            elif block.pack.volume == volume_id.bytes:
+                writer.write(number, reader.read_block(number))
         return writer.finish()
 
 
-def _blocks_in(
+def _entries_in(
     root: Root, read_leaf: LeafSource, packs: frozenset[ObjectName]
-) -> Iterator[int]:
+) -> Iterator[tuple[int, Entry]]:
     """List the blocks that a generation has in some packs, in order."""
     for leaf_number, ref in sorted(root.leaves.items()):
-        for slot in read_leaf(ref).slots_in(packs):
-            yield leaf_number * LEAF_BLOCKS + slot
+        for slot, entry in read_leaf(ref).entries(packs):
+            yield leaf_number * LEAF_BLOCKS + slot, entry
 
 
-def _with_rewritten(
-    blocks: Iterator[tuple[int, bytes]], numbers: Iterator[int], reader: VolumeReader
-) -> Iterator[tuple[int, bytes]]:
-    """Add blocks of the base to those of overlays, which win, in order."""
+def _in_order(
+    overlaid: Iterator[tuple[int, bytes]], moving: Iterator[tuple[int, Entry]]
+) -> Iterator[tuple[int, bytes | Entry]]:
+    """Merge what overlays hold with what only moves; a block of both is the overlay's."""
     last = -1
-    unread = ((number, b"") for number in numbers)
-    for number, block in merge(blocks, unread, key=itemgetter(0)):
-        if number == last:
-            continue  # the overlay's came first
+    streams: tuple[Iterator[tuple[int, bytes | Entry]], ...] = (overlaid, moving)
+    for number, block in merge(*streams, key=itemgetter(0)):
+        if number != last:
+            yield number, block
         last = number
-        yield number, block or reader.read_block(number)
+
+
+class _Donor:
+    """A generation that has blocks elsewhere already: the collector moved it."""
+
+    def __init__(
+        self, root: Root, packs: frozenset[ObjectName], cache: ObjectCache, keyring: Keyring
+    ) -> None:
+        self.root = root
+        self._packs = packs
+        self._cache = cache
+        self._keyring = keyring
+        self._number = -1
+        self._leaf = Leaf.empty()
+
+    @classmethod
+    def of(
+        cls,
+        rewrite: frozenset[ObjectName],
+        packs: frozenset[ObjectName],
+        cache: ObjectCache,
+        keyring: Keyring,
+    ) -> "_Donor":
+        key = rewrite.donor_root_key if isinstance(rewrite, Rewrite) else None
+        root = Root(BLOCK_BYTES)
+        if key is not None:
+            # It may have been given up since; then everything is written anew.
+            with suppress(ObjectMissing):
+                root = open_root(cache.whole(key), parse_key(key)[1], keyring)
+        return cls(root, packs, cache, keyring)
+
+    def entry(self, number: int, wanted: Entry) -> Entry | None:
+        """Say where the same block is in no pack that is to be emptied."""
+        leaf_number, slot = divmod(number, LEAF_BLOCKS)
+        if leaf_number != self._number:
+            ref = self.root.leaves.get(leaf_number)
+            self._leaf = Leaf.empty() if ref is None else self._load(ref)
+            self._number = leaf_number
+        found = self._leaf[slot]
+        if found is None or found.digest != wanted.digest or found.pack in self._packs:
+            return None
+        return found if found.pack.volume == wanted.pack.volume else None
+
+    def _load(self, ref: LeafRef) -> Leaf:
+        try:
+            return load_leaf(self._cache, self._keyring, self.root, ref)
+        except ObjectMissing:
+            return Leaf.empty()
 
 
 def _overlaid_blocks(layers: Sequence[Overlay], end: int) -> Iterator[tuple[int, bytes]]:
@@ -294,6 +371,8 @@ class _Block(NamedTuple):
     must_move: bool
     """Written even if it is what the base has: the base's pack is to be emptied."""
     data: bytes
+    adopted: Entry | None = None
+    """Where it is already; there is no data then."""
 
 
 class _Encoded(NamedTuple):
@@ -309,6 +388,9 @@ def _encode(blocks: Sequence[_Block], sealer: Sealer | None) -> list[_Encoded]:
     """Hash blocks; compress and seal those that differ from the base's."""
     done = []
     for block in blocks:
+        if block.adopted is not None:
+            done.append(_Encoded(block, block.adopted.digest, b""))
+            continue
         if block.data == ZERO_BLOCK:
             done.append(_Encoded(block, None, b""))
             continue
@@ -362,6 +444,7 @@ class _Writer:
         self._encoded: dict[int, bytes | None] = {}
         self._live: dict[ObjectName, int] = {}
         self._stored: dict[ObjectName, int] = {}
+        self._adopted: dict[ObjectName, int] = {}
         self._blocks_changed = 0
         self._index_bytes = 0
 
@@ -375,8 +458,20 @@ class _Writer:
     def write(self, number: int, data: bytes) -> None:
         leaf_number, slot = divmod(number, LEAF_BLOCKS)
         before = self._base_leaf(leaf_number)[slot]
-        must_move = before is not None and before.pack in self._rewrite
-        self._batch.append(_Block(leaf_number, slot, before, must_move, data))
+        must_move = (
+            before is not None
+            and before.pack in self._rewrite
+            and before.pack.volume == self._volume_id.bytes
+        )
+        self._add(_Block(leaf_number, slot, before, must_move, data))
+
+    def adopt(self, number: int, before: Entry, after: Entry, use: PackUse) -> None:
+        """Name a block where it is already, in another pack."""
+        self._adopted.setdefault(after.pack, use.stored_bytes)
+        self._add(_Block(*divmod(number, LEAF_BLOCKS), before, True, b"", after))
+
+    def _add(self, block: _Block) -> None:
+        self._batch.append(block)
         if len(self._batch) == BATCH_BLOCKS:
             self._encode_batch()
             while len(self._encoding) > BATCHES:
@@ -405,6 +500,8 @@ class _Writer:
                     self._blocks_changed += 1
                     self._change(block.leaf_number, block.slot, None)
                 continue
+            if block.adopted is not None:
+                self._change(block.leaf_number, block.slot, block.adopted)
             if not stored:
                 continue
             if block.before is None or block.before.digest != digest:
@@ -474,6 +571,9 @@ class _Writer:
             stored_bytes=self._root.own_live_bytes(self._volume_id.bytes),
             base_root_key=self._base_root_key,
             objects=tuple(self._uploads.objects),
+            adopted=tuple(
+                pack.key("packs") for pack in self._adopted if pack not in self._base.packs
+            ),
         )
 
     def _put_leaves(self) -> None:
@@ -506,8 +606,9 @@ class _Writer:
 
     def _update_packs(self) -> None:
         packs = self._root.packs
+        stored = self._stored | self._adopted
         for pack, change in self._live.items():
-            use = packs.get(pack) or PackUse(self._stored[pack], 0)
+            use = packs.get(pack) or PackUse(stored[pack], 0)
             packs[pack] = PackUse(use.stored_bytes, use.live_bytes + change)
         for pack in [name for name, use in packs.items() if not use.live_bytes]:
             del packs[pack]
@@ -516,10 +617,8 @@ class _Writer:
 class _OpenPack:
     """The pack that is being filled."""
 
-    MAGIC = b"SKPACK\0\1"
-
     def __init__(self, parent: bytes) -> None:
-        self.body = bytearray(self.MAGIC + parent)
+        self.body = bytearray(PACK_MAGIC + parent)
         self.entries: list[tuple[int, int, int, int, bytes]] = []
 
     def add(self, leaf_number: int, slot: int, stored: bytes, digest: bytes) -> None:

@@ -34,6 +34,14 @@ NAMES = (
     "commit.stopped",  # the storage daemon of a disk that is put away has ended
     "commit.settled",  # its state file says that everything is committed
     "detach.stopped",  # both daemons have ended
+    "collect.reserved",  # an object of a repacking has a row, and is not in the store
+    "collect.packs",  # what stays alive of sparse packs is copied
+    "collect.root",  # the twin of a root is stored, and no generation has it yet
+    "collect.moved",  # a generation has it
+    "collect.buried",  # what no live root names is known to be dead
+    "collect.forgotten",  # rows of dead objects are gone, the objects are not
+    "collect.deleted",  # they are, too
+    "collect.fenced",  # objects without rows can no longer be published
 )
 
 

@@ -157,17 +157,20 @@ class Leaf:
         """The packs that it names."""
         return list(self._packs)
 
-    def slots_in(self, packs: Collection[ObjectName]) -> list[int]:
-        """List the places whose blocks are in some packs, in order."""
-        wanted = {number for number, pack in enumerate(self._packs) if pack in packs}
+    def entries(
+        self, packs: Collection[ObjectName] | None = None
+    ) -> Iterator[tuple[int, Entry]]:
+        """List (place, entry) of what is no hole, in order; of some packs only, if given."""
+        wanted = {n for n, pack in enumerate(self._packs) if packs is None or pack in packs}
         if not wanted:
-            return []
-        numbers, _, lengths = self._columns_as_numbers()
-        return [
-            slot
-            for slot, (number, length) in enumerate(zip(numbers, lengths, strict=True))
-            if length and number in wanted
-        ]
+            return
+        numbers, offsets, lengths = self._columns_as_numbers()
+        for slot in range(LEAF_BLOCKS):
+            number, length = numbers[slot], lengths[slot]
+            if length and number in wanted:
+                at = _DIGESTS_AT + DIGEST_BYTES * slot
+                digest = self._columns[at : at + DIGEST_BYTES]
+                yield slot, Entry(self._packs[number], offsets[slot], length, digest)
 
     def changed(self, changes: Mapping[int, Entry | None]) -> "Leaf":
         """Make a leaf with some entries replaced (None makes a hole)."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from datetime import datetime
+from typing import NamedTuple, Protocol
 
 
 class ObjectReader(Protocol):
@@ -38,6 +39,18 @@ class ObjectStore(ObjectReader, Protocol):
     def keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         """List (key, size in bytes), in order of key."""
         ...
+
+    def listing(self, prefix: str) -> Iterator["Listed"]:
+        """List objects with all that the store knows of them, in order of key."""
+        ...
+
+
+class Listed(NamedTuple):
+    """An object as the store lists it."""
+
+    key: str
+    size_bytes: int
+    modified_at: datetime
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,16 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
 from hosts.volumes.errors import ObjectMissing, StoreUnavailable
-from hosts.volumes.objects import ObjectReader, ObjectStore, StoreConfig, StoreCounts
+from hosts.volumes.objects import Listed, ObjectReader, ObjectStore, StoreConfig, StoreCounts
 
-__all__ = ["ObjectReader", "ObjectStore", "S3ObjectStore", "StoreConfig", "StoreCounts"]
+__all__ = [
+    "Listed",
+    "ObjectReader",
+    "ObjectStore",
+    "S3ObjectStore",
+    "StoreConfig",
+    "StoreCounts",
+]
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 60
@@ -119,6 +126,10 @@ class S3ObjectStore:
                 raise StoreUnavailable(f"{len(answer['Errors'])} objects were not deleted.")
 
     def keys(self, prefix: str) -> Iterator[tuple[str, int]]:
+        for item in self.listing(prefix):
+            yield item.key, item.size_bytes
+
+    def listing(self, prefix: str) -> Iterator[Listed]:
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self.config.bucket, Prefix=self._key(prefix)
         )
@@ -127,7 +138,7 @@ class S3ObjectStore:
             for page in pages:
                 self._count(lists=1)
                 for item in page.get("Contents", ()):
-                    yield item["Key"][cut:], item["Size"]
+                    yield Listed(item["Key"][cut:], item["Size"], item["LastModified"])
         except (ClientError, BotoCoreError, HTTPClientError, OSError) as error:
             raise _translated(error, prefix) from error
 

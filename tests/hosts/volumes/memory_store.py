@@ -1,8 +1,10 @@
 """An object store in memory, which can be told to fail."""
 
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 
 from hosts.volumes.errors import ObjectMissing, StoreUnavailable
+from hosts.volumes.objects import Listed
 
 
 class MemoryStore:
@@ -10,6 +12,8 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.modified_at: dict[str, datetime] = {}
+        self.clock: Callable[[], datetime] = lambda: datetime.now(tz=UTC)
         self.gets: list[tuple[str, int, int | None]] = []
         self.fail: Callable[[str], bool] = lambda key: False
 
@@ -22,6 +26,7 @@ class MemoryStore:
         if key in self.objects:
             return False
         self.objects[key] = body
+        self.modified_at[key] = self.clock()
         return True
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
@@ -37,9 +42,14 @@ class MemoryStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
+            self._maybe_fail(key)
             self.objects.pop(key, None)
 
     def keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         for key, body in sorted(self.objects.items()):
             if key.startswith(prefix):
                 yield key, len(body)
+
+    def listing(self, prefix: str) -> Iterator[Listed]:
+        for key, size in self.keys(prefix):
+            yield Listed(key, size, self.modified_at[key])

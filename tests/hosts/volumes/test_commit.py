@@ -10,7 +10,7 @@ import pytest
 from common.units import GiB, KiB, MiB
 from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.cache import ObjectCache
-from hosts.volumes.commit import Commit, commit_overlays, import_image, load_root
+from hosts.volumes.commit import Commit, Rewrite, commit_overlays, import_image, load_root
 from hosts.volumes.errors import Corrupt, StoreUnavailable
 from hosts.volumes.index import Root
 from hosts.volumes.keys import GivenKeys, Keyring, PlainKeys
@@ -339,3 +339,55 @@ def test_a_volume_of_the_release_before_stays_plain_and_readable(bench: Bench) -
 
 def parsed_volume(commit: Commit) -> UUID:
     return UUID(bytes=parse_key(commit.root_key)[1].volume)
+
+
+def test_blocks_that_a_donor_has_elsewhere_are_named_there_and_not_copied(
+    bench: Bench,
+) -> None:
+    base = bench.import_bytes(os.urandom(8 * MiB))
+    first, second = sorted(bench.root(base).packs)
+    bench.keyring.learn([first.volume])
+    donor = bench.commit(base, bench.overlay("same"), rewrite=frozenset([first]))
+    assert donor is not None
+    # As the collector does it: the blocks stay with the volume that they are of.
+    volume = UUID(bytes=first.volume)
+    moved = commit_overlays(
+        [],
+        base_root_key=base.root_key,
+        volume_id=volume,
+        epoch=5,
+        store=bench.store,
+        cache=bench.cache,
+        keyring=bench.keyring,
+        rewrite=frozenset([first]),
+    )
+    assert moved is not None
+    before = {key for key in bench.store.objects if key.startswith("packs")}
+
+    commit = bench.commit(
+        base,
+        bench.overlay("one", "write -P 0x31 0 64k"),
+        rewrite=Rewrite.of([first], moved.root_key),
+    )
+
+    assert commit is not None
+    assert commit.packs == 1  # what was written, and nothing of the old pack
+    new = {key for key in bench.store.objects if key.startswith("packs")} - before
+    assert sum(len(bench.store.objects[key]) for key in new) < MiB
+    assert set(commit.adopted) == {
+        pack.key("packs") for pack in bench.root(moved).packs if pack != second
+    }
+    root = bench.root(commit)
+    assert first not in root.packs
+    content = bench.read(base, 0, 8 * MiB)
+    assert bench.read(commit, 0, 8 * MiB) == b"1" * 64 * KiB + content[64 * KiB :]
+
+
+def test_a_donor_that_is_gone_is_done_without(bench: Bench) -> None:
+    base = bench.import_bytes(os.urandom(MiB))
+    (only,) = bench.root(base).packs
+    gone = ObjectName(VOLUME.bytes, 9, b"g" * 16).key("roots")
+    commit = bench.commit(base, bench.overlay("o"), rewrite=Rewrite.of([only], gone))
+    assert commit is not None
+    assert not commit.adopted
+    assert bench.read(commit, 0, MiB) == bench.read(base, 0, MiB)

@@ -54,7 +54,8 @@ def check_elsewhere(host: Host, epoch: int) -> None:
 
 def test_every_failpoint_is_tried() -> None:
     tried = {*chain(ATTACH, ROTATE, UPLOAD, FOLD, DROP, PUT_AWAY), DISCARD}
-    assert tried == set(NAMES)
+    # A collector has no disk; its own are in `tests.hosts.test_collection`.
+    assert tried == {name for name in NAMES if not name.startswith("collect.")}
 
 
 def test_a_worker_killed_while_attaching_leaves_a_disk_that_can_be_attached(
