@@ -189,7 +189,8 @@ class Disk:
         self._config.own_dir(self._run_dir, 0o711)
         if not state.overlays or state.is_put_away:
             if not state.overlays:
-                state.add_overlay()
+                # Made first: whatever is recorded can be committed, whoever calls next.
+                self._make_overlay(state.add_overlay())
             state.is_put_away = False
             self._save()
         reach("attach.recorded")
@@ -227,7 +228,9 @@ class Disk:
         self._overlay_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._overlay_dir.chmod(0o711)
         self.state = DiskState(self.volume_id.hex, epoch, root_key, root.size_bytes)
-        self.state.add_overlay()
+        # Left by a tear-down that was cut short: nobody's, and of another life.
+        self._delete_strays()
+        self._make_overlay(self.state.add_overlay())
         self._save()
         self.export.fetched.unlink(missing_ok=True)
 
@@ -509,6 +512,7 @@ class Disk:
         shutil.rmtree(self._run_dir, ignore_errors=True)
         # The state file goes first: without it, what is left is nobody's.
         self._state_file.unlink(missing_ok=True)
+        reach("detach.forgotten")
         shutil.rmtree(self._overlay_dir, ignore_errors=True)
         self.state = None
 

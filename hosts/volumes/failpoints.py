@@ -34,6 +34,7 @@ NAMES = (
     "commit.stopped",  # the storage daemon of a disk that is put away has ended
     "commit.settled",  # its state file says that everything is committed
     "detach.stopped",  # both daemons have ended
+    "detach.forgotten",  # the state file is gone, the overlays are not
     "collect.reserved",  # an object of a repacking has a row, and is not in the store
     "collect.packs",  # what stays alive of sparse packs is copied
     "collect.root",  # the twin of a root is stored, and no generation has it yet

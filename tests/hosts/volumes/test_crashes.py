@@ -22,7 +22,7 @@ UPLOAD = ("commit.packs", "commit.leaves", "commit.root", "publish.before", "pub
 FOLD = ("fold.begun", "fold.recorded")
 DROP = ("drop.recorded", "drop.added", "drop.reopened", "drop.done")
 PUT_AWAY = ("commit.stopped", *UPLOAD, "commit.settled")
-DISCARD = "detach.stopped"
+DISCARD = ("detach.stopped", "detach.forgotten")
 
 
 def die_at(host: Host, workers: Workers, operation: str, step: str, epoch: int = 1) -> None:
@@ -53,7 +53,7 @@ def check_elsewhere(host: Host, epoch: int) -> None:
 
 
 def test_every_failpoint_is_tried() -> None:
-    tried = {*chain(ATTACH, ROTATE, UPLOAD, FOLD, DROP, PUT_AWAY), DISCARD}
+    tried = {*chain(ATTACH, ROTATE, UPLOAD, FOLD, DROP, PUT_AWAY, DISCARD)}
     # A collector has no disk; its own are in `tests.hosts.test_collection`.
     assert tried == {name for name in NAMES if not name.startswith("collect.")}
 
@@ -114,13 +114,24 @@ def test_a_worker_killed_while_committing_loses_nothing(
     check_elsewhere(host, 2)
 
 
+@pytest.mark.parametrize("step", DISCARD)
 def test_a_worker_killed_while_discarding_leaves_a_disk_that_can_be_discarded(
-    host: Host, workers: Workers
+    host: Host, workers: Workers, step: str
 ) -> None:
     host.import_base()
     with host.attach() as guest:
         guest.write(0, b"x" * 512)
-    die_at(host, workers, "detach", DISCARD)
+    die_at(host, workers, "detach", step)
     host.disks.detach(host.volume_id, discard=True)
     assert host.disks.attached() == []
-    assert host.overlay_files() == []
+    assert step == "detach.forgotten" or host.overlay_files() == []
+    # Nothing of it shows when the disk is attached again.
+    with host.attach(epoch=2) as guest:
+        host.check(guest)
+
+
+def test_a_disk_that_was_only_recorded_can_be_committed(host: Host, workers: Workers) -> None:
+    host.import_base()
+    die_at(host, workers, "attach", "attach.recorded")
+    assert host.disks.commit(host.volume_id, host.publish) is None
+    host.disks.detach(host.volume_id, discard=False)
