@@ -3,17 +3,22 @@
 import argparse
 import os
 import platform
+import secrets
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 
 import httpx
 from sandbox0 import APIError
 
 from common.errors import Unavailable
-from launch.bench import lifecycle, round_trip
+from hosts.volumes.objects import StoreConfig
+from hosts.volumes.store import S3ObjectStore
+from launch.bench import crash, lifecycle, round_trip
 from launch.bench.figures import Figure, table
+from launch.bench.s3_proxy import Faults
 from launch.bench.target import Target
 from launch.config import load
 from launch.demo import platform_of_this_checkout
@@ -28,13 +33,13 @@ def main(arguments: list[str]) -> int:
     figures: list[Figure] = []
     at = datetime.now(UTC)
     try:
-        target = _target(options)
+        measured = options.measure(options)
         say(f"{at.isoformat(timespec='seconds')}  {_machine()}")
         try:
-            for figure in _measured(target, options):
+            for figure in measured:
                 figures.append(figure)
         finally:
-            target.close()
+            measured.close()
             # Also of a run that was interrupted: some of these take long to measure.
             _show(figures, command=shlex.join(["bin/bench", *arguments]), at=at)
     except (LaunchFailed, Unavailable, APIError, httpx.HTTPError) as error:
@@ -59,24 +64,82 @@ def _parser() -> argparse.ArgumentParser:
     moves.add_argument(
         "--retained-gib", type=float, default=5.0, help="how much is much, in GiB"
     )
+    moves.set_defaults(measure=_on_the_platform(_lifecycle))
     command = benches.add_parser("exec", parents=[common], help="a command's round trip")
     command.add_argument("--rounds", type=int, default=100)
+    command.set_defaults(measure=_on_the_platform(_round_trip))
+
+    crashes = benches.add_parser("crash", help="kill what commits and serves a disk")
+    crashes.add_argument("--runs", type=int, default=500)
+    crashes.add_argument("--seed", type=int, default=0, help="of the first life")
+    crashes.add_argument(
+        "--faults", type=float, default=0.0, help="the share of store requests that go wrong"
+    )
+    crashes.set_defaults(measure=_on_the_store(_crash))
     return parser
 
 
-def _target(options: argparse.Namespace) -> Target:
+Measure = Callable[[argparse.Namespace], Generator[Figure, None, None]]
+
+
+def _on_the_platform(
+    measure: Callable[[Target, argparse.Namespace], Generator[Figure, None, None]],
+) -> Measure:
+    """Give a bench the running platform."""
+
+    def measured(options: argparse.Namespace) -> Generator[Figure, None, None]:
+        _need_root()
+        key = options.key or platform_of_this_checkout()[1]
+        with closing(
+            Target(
+                load(os.environ), key, template=options.template, memory_mib=options.memory_mib
+            )
+        ) as target:
+            yield from measure(target, options)
+
+    return measured
+
+
+def _on_the_store(
+    measure: Callable[[StoreConfig, argparse.Namespace], Generator[Figure, None, None]],
+) -> Measure:
+    """Give a bench a corner of the platform's object store; it brings its own disks."""
+
+    def measured(options: argparse.Namespace) -> Generator[Figure, None, None]:
+        _need_root()
+        with _own_corner() as store:
+            yield from measure(store, options)
+
+    return measured
+
+
+def _need_root() -> None:
     if os.geteuid() != 0:
         raise LaunchFailed("bin/bench reads the host's keys and cache: run it as root.")
-    key = options.key or platform_of_this_checkout()[1]
-    return Target(
-        load(os.environ), key, template=options.template, memory_mib=options.memory_mib
+
+
+@contextmanager
+def _own_corner() -> Iterator[StoreConfig]:
+    """Lend a part of the object store, and empty it afterwards."""
+    if "S3_ENDPOINT_URL" not in os.environ:
+        platform_of_this_checkout()  # says so if it is not up
+    env = load(os.environ).env
+    store = StoreConfig(
+        endpoint_url=env["S3_ENDPOINT_URL"],
+        bucket=env["S3_BUCKET"],
+        access_key_id=env["S3_ACCESS_KEY_ID"],
+        secret_access_key=env["S3_SECRET_ACCESS_KEY"],
+        region=env["S3_REGION"],
+        prefix=f"{env['S3_PREFIX']}bench-{secrets.token_hex(6)}/",
     )
+    try:
+        yield store
+    finally:
+        objects = S3ObjectStore(store)
+        objects.delete([key for key, _ in objects.keys("")])
 
 
-def _measured(target: Target, options: argparse.Namespace) -> Iterator[Figure]:
-    if options.bench == "exec":
-        yield from round_trip.round_trip(target, rounds=options.rounds)
-        return
+def _lifecycle(target: Target, options: argparse.Namespace) -> Generator[Figure, None, None]:
     parts = options.only or PARTS
     if "first" in parts:
         yield from lifecycle.first_command(target, rounds=options.rounds)
@@ -88,6 +151,15 @@ def _measured(target: Target, options: argparse.Namespace) -> Iterator[Figure]:
         yield from lifecycle.retained_data(
             target, gib=options.retained_gib, rounds=options.rounds
         )
+
+
+def _round_trip(target: Target, options: argparse.Namespace) -> Generator[Figure, None, None]:
+    yield from round_trip.round_trip(target, rounds=options.rounds)
+
+
+def _crash(store: StoreConfig, options: argparse.Namespace) -> Generator[Figure, None, None]:
+    faults = Faults(seed=options.seed, share=options.faults) if options.faults else None
+    yield from crash.crash(store, runs=options.runs, seed=options.seed, faults=faults)
 
 
 def _machine() -> str:
