@@ -39,11 +39,11 @@ COMMIT_EVERY_S = 10.0
 SOON_SHARE = 0.125
 """A log with more than this share of its budget is stored without waiting."""
 
-ASK_AGAIN_S = (10.0, 10.0, 20.0, 40.0, 60.0)
+ASK_AGAIN_S = (10.0, 10.0, 20.0, 40.0)
 """How long after each fruitless try for a commit the next is asked for."""
 
-SOON_ASK_AGAIN_S = 2.0
-"""The same, while the log is long and the last try had success."""
+SOON_ASK_AGAIN_S = (2.0, 5.0)
+"""The same, while the log is long: its writer may be waiting."""
 
 SILENT_TRIES = 2
 """So many commits must come to nothing before a user is told."""
@@ -179,8 +179,8 @@ class Keeper:
         if self._disks.is_uploading(one.volume_id):
             return
         self._due(one.volume_id)
-        pause_s = ASK_AGAIN_S[min(kept.asked, len(ASK_AGAIN_S) - 1)]
-        kept.ask_at = now + (SOON_ASK_AGAIN_S if soon and not kept.asked else pause_s)
+        pauses_s = SOON_ASK_AGAIN_S if soon else ASK_AGAIN_S
+        kept.ask_at = now + pauses_s[min(kept.asked, len(pauses_s) - 1)]
         kept.asked += 1
 
     # -- pace -----------------------------------------------------------------------------

@@ -1,0 +1,464 @@
+"""A running disk on real daemons and a real store: cuts beside uploads, layers, pace."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.units import KiB, MiB
+from hosts.keeper import Keeper
+from hosts.volumes.commit import Commit
+from hosts.volumes.disk import Disk
+from hosts.volumes.disks import Disks
+from hosts.volumes.errors import StoreUnavailable
+from hosts.volumes.failpoints import VARIABLE
+from hosts.volumes.naming import parse_key
+from hosts.volumes.pacing import NO_LIMITS, STOP, Limits
+from tests.hosts.volumes.conftest import Host
+from tests.hosts.volumes.nbd import Nbd
+from tests.s3 import seaweed
+
+WAIT_S = 60
+
+
+class SlowStore:
+    """Holds every upload of a host's disks back until it is opened."""
+
+    def __init__(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        self.reached = threading.Event()
+        put_new = host.disks._store.put_new
+
+        def wait_and_put(key: str, body: bytes) -> None:
+            self.reached.set()
+            assert self._open.wait(WAIT_S)
+            put_new(key, body)
+
+        monkeypatch.setattr(host.disks._store, "put_new", wait_and_put)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@contextmanager
+def in_background(work: Callable[[], object]) -> Iterator[list[object]]:
+    """Do some work in a thread; it is over when the block is left."""
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    yield results
+    thread.join(WAIT_S)
+    assert results, "it did not end well"
+
+
+def eventually(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def layer_files(host: Host) -> list[Path]:
+    folder = host.config.state_dir / "overlays" / host.volume_id.hex
+    return sorted(folder.glob("layer-*"))
+
+
+def with_budgets(host: Host, *, log: int = 2048 * MiB, layer: int = 512 * MiB) -> None:
+    host.config = replace(host.config, log_budget_bytes=log, layer_budget_bytes=layer)
+    host.disks = Disks(host.config)
+
+
+# -- cuts and uploads --------------------------------------------------------------------
+
+
+def test_a_cut_does_not_wait_for_an_upload_and_is_published_after_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.import_base()
+    store = SlowStore(host, monkeypatch)
+    published: list[str] = []
+
+    def publish(commit: Commit) -> None:
+        published.append(commit.root_key)
+        host.publish(commit)
+
+    was_cut = threading.Event()
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        yield
+        was_cut.set()
+
+    with host.attach() as guest:
+        host.write(guest, 0, os.urandom(MiB))
+        with in_background(
+            lambda: host.disks.checkpoint(host.volume_id, publish, background=True)
+        ) as first:
+            assert store.reached.wait(WAIT_S)
+            host.write(guest, 5 * MiB, b"before the cut")
+            with in_background(
+                lambda: host.disks.cut(host.volume_id, publish, around_cut=held)
+            ) as second:
+                assert was_cut.wait(5), "the cut waited for the upload"
+                assert len(host.overlay_files()) == 3
+                assert published == []
+                guest.write(5 * MiB, b"after  the cut")
+                # Nobody cuts while somebody else's cut is to be published.
+                assert host.disks.checkpoint(host.volume_id, publish, background=True) is None
+                assert len(host.overlay_files()) == 3
+                store.open()
+        assert isinstance(first[0], Commit)
+        cut = second[0]
+        assert published == [first[0].root_key, cut.root_key]  # type: ignore[attr-defined]
+    # The cut has what came before it and nothing else.
+    host.disks.detach(host.volume_id, discard=True)
+    with host.attach(2) as guest:
+        host.check(guest)
+
+
+def test_what_an_earlier_try_left_is_stored_before_anything_is_cut(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        monkeypatch.setenv(VARIABLE, "commit.packs=fail")
+        for number in range(4):
+            host.write(guest, number * MiB, os.urandom(4096))
+            with pytest.raises(StoreUnavailable):
+                host.disks.checkpoint(host.volume_id, host.publish, background=True)
+            assert len(host.overlay_files()) == 2, "overlays pile up while the store is away"
+        monkeypatch.delenv(VARIABLE)
+        commits: list[Commit] = []
+
+        def publish(commit: Commit) -> None:
+            commits.append(commit)
+            host.publish(commit)
+
+        host.disks.checkpoint(host.volume_id, publish, background=True)
+        assert [commit.blocks_changed for commit in commits] == [1, 3]
+        assert len(host.overlay_files()) == 1
+        host.check(guest)
+
+
+def test_an_idle_disk_is_seen_to_be_idle_and_left_alone(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        assert not host.disks.has_written(host.volume_id)
+        guest.read(0, 8 * MiB)
+        assert not host.disks.has_written(host.volume_id)
+        host.write(guest, 0, b"x")
+        assert host.disks.has_written(host.volume_id)
+        assert host.disks.log_bytes(host.volume_id) >= 64 * KiB
+        host.disks.checkpoint(host.volume_id, host.publish, background=True)
+        assert not host.disks.has_written(host.volume_id)
+        assert host.disks.log_bytes(host.volume_id) == 0
+
+        keeper = Keeper(host.disks, due=lambda _: pytest.fail("it is idle"), commit_every_s=0)
+        keeper.look()
+        monkeypatch.setattr(Disk, "limit_writes", lambda *_, **__: pytest.fail("asked"))
+        for _ in range(5):
+            keeper.look()
+
+
+def test_an_upload_is_seen_from_outside(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.import_base()
+    store = SlowStore(host, monkeypatch)
+    with host.attach() as guest:
+        host.write(guest, 0, b"x")
+        with in_background(
+            lambda: host.disks.checkpoint(host.volume_id, host.publish, background=True)
+        ):
+            assert store.reached.wait(WAIT_S)
+            assert host.disks.is_uploading(host.volume_id)
+            store.open()
+        assert not host.disks.is_uploading(host.volume_id)
+
+
+def test_a_disk_comes_back_while_its_frozen_overlay_is_being_stored(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.import_base()
+    store = SlowStore(host, monkeypatch)
+    with host.attach() as guest:
+        host.write(guest, 0, os.urandom(MiB))
+        guest.flush()
+        with in_background(
+            lambda: host.disks.checkpoint(host.volume_id, host.publish, background=True)
+        ):
+            assert store.reached.wait(WAIT_S)
+            host.write(guest, 4 * MiB, os.urandom(MiB))
+            guest.flush()
+            host.kill_daemons()
+            with host.attach() as again:
+                host.check(again)
+                host.write(again, 8 * MiB, os.urandom(MiB))
+            store.open()
+    assert len(host.overlay_files()) == 1
+    host.disks.commit(host.volume_id, host.publish)
+    host.empty_cache()
+    with host.attach(2) as guest:
+        host.check(guest)
+
+
+def test_a_head_that_was_read_a_moment_too_early_harms_nothing(host: Host) -> None:
+    before = host.import_base()
+    with host.attach() as guest:
+        host.write(guest, 0, b"stored")
+        assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+        attached = host.disks.attach(host.volume_id, root_key=before.root_key, epoch=1)
+        assert attached.root_key == host.head
+        host.check(guest)
+
+
+def test_nobody_writes_to_a_disk_that_is_being_put_away(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.import_base()
+    store = SlowStore(host, monkeypatch)
+    with host.attach() as guest:
+        host.write(guest, 0, b"written")
+    with in_background(lambda: host.disks.commit(host.volume_id, host.publish)) as committed:
+        assert store.reached.wait(WAIT_S)
+        assert host.disks.checkpoint(host.volume_id, host.publish, background=True) is None
+        with in_background(lambda: host.attach().close()) as attached:
+            time.sleep(0.3)
+            assert not attached
+            store.open()
+    assert isinstance(committed[0], Commit)
+    with host.attach() as guest:
+        host.check(guest)
+
+
+def test_packs_are_rewritten_although_nothing_was_written(host: Host) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        host.write(guest, 30 * MiB, os.urandom(2 * MiB))
+        assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+        keys = [key for key, _ in host.store.keys(f"packs/{host.volume_id.hex}/")]
+        old = frozenset(parse_key(key)[1] for key in keys)
+        commit = host.disks.checkpoint(
+            host.volume_id, host.publish, background=True, rewrite=old
+        )
+        assert commit is not None
+        assert commit.packs >= 1
+        host.check(guest)
+        host.empty_cache()
+        host.check(guest)
+    assert host.disks.commit(host.volume_id, host.publish) is None
+
+
+# -- layers ------------------------------------------------------------------------------
+
+
+def test_what_was_read_or_stored_is_read_again_without_the_export(host: Host) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        host.check(guest)
+        host.write(guest, 3 * MiB, os.urandom(2 * MiB))
+        guest.trim(10 * MiB, MiB)
+        host.expect(10 * MiB, bytes(MiB))
+        assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+        assert len(host.overlay_files()) == 1
+        assert len(layer_files(host)) == 1
+        export = host.config.run_dir / "disks" / host.volume_id.hex / "export.pid"
+        os.kill(int(export.read_text()), 9)
+        host.check(guest)
+
+
+def test_no_read_is_ever_older_than_a_write_whatever_becomes_of_the_layer(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_budgets(host, layer=24 * MiB)
+    host.import_base()
+    chance = random.Random(7)
+    with host.attach() as guest:
+        for number in range(30):
+            for _ in range(20):
+                at = chance.randrange(24 * 16) * 64 * KiB + chance.choice([0, 4096, 33333])
+                match chance.randrange(4):
+                    case 0 | 1:
+                        host.write(guest, at, os.urandom(chance.choice([512, 5000, 200_000])))
+                    case 2:
+                        guest.trim(at // 4096 * 4096, 64 * KiB)
+                        at = at // 4096 * 4096
+                        host.expect(at, guest.read(at, 64 * KiB))
+                    case 3:
+                        guest.read(at, 100_000)
+            broken = chance.choice([None, None, "fold.begun", "fold.recorded", "drop.added"])
+            if broken is not None:
+                monkeypatch.setenv(VARIABLE, f"{broken}=fail")
+                with pytest.raises(StoreUnavailable):
+                    host.disks.checkpoint(host.volume_id, host.publish)
+                monkeypatch.delenv(VARIABLE)
+            else:
+                host.disks.checkpoint(host.volume_id, host.publish)
+            if number % 3 == 0:
+                host.check(guest)
+        host.check(guest)
+
+
+def test_a_layer_is_begun_anew_when_it_outgrows_its_budget(host: Host) -> None:
+    with_budgets(host, layer=4 * MiB)
+    host.import_base()
+    with host.attach() as guest:
+        before = layer_files(host)
+        host.check(guest)
+        assert before[0].stat().st_blocks * 512 > 4 * MiB
+        keeper = Keeper(host.disks, due=lambda _: None)
+        keeper.look()
+        after = layer_files(host)
+        assert len(after) == 1
+        assert after != before
+        assert after[0].stat().st_blocks * 512 < MiB
+        host.check(guest)
+
+
+def test_a_host_without_layers_has_none_and_may_get_them_under_a_running_disk(
+    host: Host,
+) -> None:
+    with_budgets(host, layer=0)
+    host.import_base()
+    with host.attach() as guest:
+        host.write(guest, 0, os.urandom(MiB))
+        assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+        assert layer_files(host) == []
+        for layer in (64 * MiB, 0):
+            with_budgets(host, layer=layer)
+            host.write(guest, layer, os.urandom(MiB))
+            assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+            assert len(layer_files(host)) == bool(layer)
+            host.check(guest)
+
+
+# -- pace --------------------------------------------------------------------------------
+
+
+def test_a_write_waits_at_the_limit_and_is_let_go(host: Host) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        host.disks.limit_writes(host.volume_id, STOP)
+        host.write(guest, 0, b"the first passes")
+        waits = threading.Thread(target=host.write, args=(guest, MiB, b"the second waits"))
+        waits.start()
+        with Nbd(host.config.run_dir / "disks" / host.volume_id.hex / "disk.sock") as other:
+            assert other.read(0, 9) == b"the first"
+            other.flush()
+        time.sleep(0.3)
+        assert waits.is_alive()
+        # A rotation goes on beneath.
+        assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+        host.disks.limit_writes(host.volume_id, NO_LIMITS, release=True)
+        waits.join(5)
+        assert not waits.is_alive()
+        host.check(guest)
+
+
+def test_limits_hold_when_they_are_never_set_again(host: Host) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        limits = Limits(
+            bytes_per_s=16 * KiB,
+            burst_bytes_per_s=8 * MiB,
+            burst_s=2,
+            writes_per_s=1,
+            burst_writes=1000,
+        )
+        host.disks.limit_writes(host.volume_id, limits)
+        written = threading.Semaphore(0)
+        stop = threading.Event()
+
+        def write() -> None:
+            for number in range(64):
+                if stop.is_set():
+                    return
+                host.write(guest, number * MiB, os.urandom(MiB))
+                written.release()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        time.sleep(4)
+        assert 16 * MiB <= host.disks.log_bytes(host.volume_id) < 20 * MiB
+        stop.set()
+        host.disks.limit_writes(host.volume_id, NO_LIMITS, release=True)
+        writer.join(WAIT_S)
+        host.check(guest)
+
+
+def test_a_guest_outlasts_a_store_that_is_away_within_its_budget_and_catches_up(
+    folder: Path, tmp_path: Path
+) -> None:
+    budget = 64 * MiB
+    with seaweed(tmp_path) as server:
+        host = Host(folder, server.config)
+        with_budgets(host, log=budget)
+        try:
+            host.import_base()
+            _write_while_the_store_is_away(host, server, budget)
+        finally:
+            host.kill_daemons()
+
+
+def _write_while_the_store_is_away(host: Host, server: object, budget: int) -> None:
+    due = threading.Event()
+    over = threading.Event()
+    told: list[str] = []
+    longest_log = 0
+
+    def store() -> None:
+        while not over.is_set():
+            if due.wait(0.1):
+                due.clear()
+                try:
+                    host.disks.checkpoint(host.volume_id, host.publish, background=True)
+                except StoreUnavailable:
+                    continue
+
+    keeper = Keeper(
+        host.disks,
+        due=lambda _: due.set(),
+        on_health=lambda _, text: told.append(text),
+        commit_every_s=1,
+    )
+    total = 2 * budget
+    storing = threading.Thread(target=store)
+    guest = host.attach()
+
+    def write() -> bool:
+        for number in range(total // MiB):
+            host.write(guest, number * MiB, os.urandom(MiB))
+        return True
+
+    storing.start()
+    keeper.start()
+    try:
+        server.stop(with_signal=9)  # type: ignore[attr-defined]
+        with in_background(write) as done:
+            until = time.monotonic() + 15
+            while time.monotonic() < until:
+                longest_log = max(longest_log, host.disks.log_bytes(host.volume_id))
+                time.sleep(0.1)
+            assert not done, "the writer was not slowed"
+            assert longest_log > budget / 2
+            assert "wait to be stored" in keeper.health(host.volume_id)
+            server.start()  # type: ignore[attr-defined]
+            eventually(lambda: bool(done))
+        assert longest_log <= budget
+        assert done == [True], "the guest saw an error"
+        eventually(lambda: not host.disks.has_written(host.volume_id))
+        eventually(lambda: not keeper.health(host.volume_id))
+        assert told[0]
+        assert told[-1] == ""
+    finally:
+        over.set()
+        keeper.stop()
+        storing.join(WAIT_S)
+    host.check(guest)
+    guest.close()
