@@ -169,11 +169,24 @@ def _used_bytes() -> int:
 def _what_died(sandbox: Sandbox, guests: set[UUID], silent: set[UUID]) -> str | None:
     if sandbox.uuid not in guests:
         return "The guest ended unexpectedly and was started again."
-    if local.disks().health(sandbox.volume_id) is not DiskHealth.ATTACHED:
+    if not _has_disk(sandbox):
         return "The guest's disk server ended unexpectedly; both were started again."
     if sandbox.uuid in silent:
         return f"The guest did not answer for {SILENT_AGENT_S} s and was started again."
     return None
+
+
+def _has_disk(sandbox: Sandbox) -> bool:
+    """Tell whether a guest's disk is served; where only its export died, it is mended."""
+    disks = local.disks()
+    if disks.health(sandbox.volume_id) is DiskHealth.ATTACHED:
+        return True
+    try:
+        return disks.mend(sandbox.volume_id)
+    except Unavailable as error:
+        # Its storage daemon lives, and waits for the export as long as the guest does.
+        log.warning("the export of %s's disk is not back yet: %s", sandbox.id, error)
+        return True
 
 
 def _answers(uuid: UUID) -> bool:

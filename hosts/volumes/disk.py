@@ -150,6 +150,12 @@ class Disk:
     def is_served(self) -> bool:
         return self.daemon.is_running() and self.export.is_running()
 
+    def mend(self) -> bool:
+        if self.state is None or not self.daemon.is_running():
+            return False
+        self._ensure_export()
+        return True
+
     # -- what is here, by its files alone -------------------------------------------------
 
     def log_bytes(self) -> int:

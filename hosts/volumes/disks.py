@@ -153,6 +153,18 @@ class Disks:
             return DiskHealth.ABSENT
         return DiskHealth.ATTACHED if disk.is_served() else DiskHealth.DEAD
 
+    def mend(self, volume_id: UUID) -> bool:
+        """Start the export again of a disk whose storage daemon lives; tell whether it does.
+
+        The storage daemon held the guest's reads back meanwhile, so the guest has felt
+        nothing but the wait.
+
+        Raises:
+            StoreUnavailable, DaemonFailed, DiskBusy: call again.
+        """
+        with self._held(volume_id) as disk:
+            return disk.mend()
+
     def checkpoint(
         self,
         volume_id: UUID,

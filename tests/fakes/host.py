@@ -49,6 +49,8 @@ class FakeDisks:
         self.disks: dict[UUID, SimpleNamespace] = {}
         self.store_is_up = True
         self.dead: set[UUID] = set()
+        self.unexported: set[UUID] = set()
+        """Dead ones of which only the export is."""
         self._numbers = itertools.count(1)
 
     def attach(self, volume_id: UUID, *, root_key: str, epoch: int) -> AttachedDisk:
@@ -84,6 +86,12 @@ class FakeDisks:
         if volume_id not in self.disks:
             return DiskHealth.ABSENT
         return DiskHealth.DEAD if volume_id in self.dead else DiskHealth.ATTACHED
+
+    def mend(self, volume_id: UUID) -> bool:
+        if volume_id in self.unexported:
+            self.dead.discard(volume_id)
+            self.unexported.discard(volume_id)
+        return volume_id in self.disks and volume_id not in self.dead
 
     def commit(
         self,

@@ -64,6 +64,19 @@ def test_a_disk_that_died_restarts_its_guest_with_what_was_written(
     assert machine.disks.disks[running.volume_id].writes == 5
 
 
+def test_a_guest_is_spared_when_only_its_disks_export_died(
+    machine: FakeHost, running: Sandbox
+) -> None:
+    machine.disks.dead.add(running.volume_id)
+    machine.disks.unexported.add(running.volume_id)
+
+    assert Watcher().look() == []
+
+    running.refresh_from_db()
+    assert (running.state, running.runtime_generation) == (State.RUNNING, 1)
+    assert running.volume_id not in machine.disks.dead
+
+
 def test_a_mute_agent_is_given_time(
     machine: FakeHost, running: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

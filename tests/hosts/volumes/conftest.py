@@ -120,9 +120,9 @@ class Host:
         path.write_text(json.dumps(values))
         return path
 
-    def kill_daemons(self) -> None:
-        """End what serves the disks, as a crash of the host would."""
-        for pidfile in (self.config.run_dir / "disks").glob("*/*.pid"):
+    def kill_daemons(self, kind: str = "*") -> None:
+        """End what serves the disks, as a crash of the host would, or one kind of it."""
+        for pidfile in (self.config.run_dir / "disks").glob(f"*/{kind}.pid"):
             with suppress(ProcessLookupError, ValueError):
                 process = os.pidfd_open(int(pidfile.read_text()))
                 signal.pidfd_send_signal(process, signal.SIGKILL)

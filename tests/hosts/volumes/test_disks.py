@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -256,6 +257,17 @@ def test_a_dead_daemon_is_noticed_and_attach_brings_it_back(host: Host, daemon: 
         with host.attach() as again:
             host.check(again)
         assert host.disks.health(host.volume_id) is DiskHealth.ATTACHED
+
+
+def test_a_read_waits_for_an_export_that_died_and_comes_back(host: Host) -> None:
+    host.import_base()
+    with host.attach() as guest, ThreadPoolExecutor(1) as pool:
+        host.kill_daemons("export")
+        reading = pool.submit(guest.read, 0, MiB)
+        time.sleep(0.3)
+        assert not reading.done()
+        assert host.disks.mend(host.volume_id)
+        assert reading.result(timeout=30) == host.expected[:MiB]
 
 
 def test_a_pid_of_another_process_is_not_taken_for_the_daemon(host: Host) -> None:

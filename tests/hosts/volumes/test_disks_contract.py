@@ -34,6 +34,7 @@ class Machine(Protocol):
 
     def write(self) -> None: ...
     def kill_daemons(self) -> None: ...
+    def kill_export(self) -> None: ...
     def set_store(self, *, up: bool) -> None: ...
     def other_root(self) -> str: ...
 
@@ -50,6 +51,10 @@ class FakeMachine:
 
     def kill_daemons(self) -> None:
         self.fake.dead.update(self.fake.disks)
+
+    def kill_export(self) -> None:
+        self.fake.dead.update(self.fake.disks)
+        self.fake.unexported.update(self.fake.disks)
 
     def set_store(self, *, up: bool) -> None:
         self.fake.store_is_up = up
@@ -76,6 +81,9 @@ class RealMachine:
 
     def kill_daemons(self) -> None:
         self._host.kill_daemons()
+
+    def kill_export(self) -> None:
+        self._host.kill_daemons("export")
 
     def set_store(self, *, up: bool) -> None:
         self._monkeypatch.setenv(VARIABLE, "" if up else "commit.packs=fail")
@@ -167,6 +175,20 @@ def test_a_death_is_noticed_and_attaching_again_keeps_what_was_written(
     attach(machine)
     assert machine.disks.health(machine.volume_id) is DiskHealth.ATTACHED
     assert machine.disks.checkpoint(machine.volume_id, Publisher(machine, told)) is not None
+
+
+def test_a_disk_of_which_only_the_export_died_is_mended(machine: Machine) -> None:
+    attach(machine)
+    machine.write()
+    machine.kill_export()
+    assert machine.disks.health(machine.volume_id) is DiskHealth.DEAD
+
+    assert machine.disks.mend(machine.volume_id)
+    assert machine.disks.health(machine.volume_id) is DiskHealth.ATTACHED
+
+    machine.kill_daemons()
+    assert not machine.disks.mend(machine.volume_id)
+    assert machine.disks.health(machine.volume_id) is DiskHealth.DEAD
 
 
 @pytest.mark.parametrize("operation", ["checkpoint", "commit"])
