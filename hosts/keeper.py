@@ -81,6 +81,7 @@ class _Kept:
     """Not to be asked for before."""
     limits: Limits | None = None
     """What the storage daemon was told last; None: not known."""
+    eased_until_ns: int = 0
     limited_at_ns: int = 0
     """Up to which change of the overlays the limits have counted."""
     health: str = ""
@@ -187,6 +188,10 @@ class Keeper:
 
     def _pace(self, one: LogLook, kept: _Kept) -> None:
         """Set the limits that the log calls for, and anew what was used up of them."""
+        if one.eased_until_ns != kept.eased_until_ns:
+            kept.eased_until_ns, kept.limits = one.eased_until_ns, None
+        if one.eased_until_ns > time.time_ns():
+            return
         limits = limits_for(one.log_bytes, self._disks.config.log_budget_bytes)
         if limits == kept.limits and not self._is_used(one, kept):
             return

@@ -9,13 +9,13 @@ says what was done.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from uuid import UUID
 
 from django.utils import timezone
 
-from common.errors import Unavailable
+from common.errors import Refused, Unavailable
 from hosts import local
 from hosts.errors import VolumeBusy
 from hosts.guest.channel import AgentChannel, AgentFailed, AgentSilent
@@ -245,6 +245,9 @@ def _stop_guest(sandbox: Sandbox) -> bool:
             return True
         channel = AgentChannel(local.channel_path(sandbox.uuid))
         try:
+            with suppress(Refused, Unavailable):
+                # What it has in its memory must reach the disk before the deadline.
+                local.disks().ease(sandbox.volume_id)
             channel.prepare_stop(STOP_DEADLINE_S)
         except (AgentSilent, AgentFailed) as error:
             if hypervisor.state(sandbox.uuid) is not GuestState.MISSING:

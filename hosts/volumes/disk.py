@@ -5,8 +5,9 @@ import os
 import pwd
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
@@ -29,7 +30,7 @@ from hosts.volumes.index import Root
 from hosts.volumes.keys import Keyring, KeySource, PlainKeys
 from hosts.volumes.naming import ObjectName, parse_key
 from hosts.volumes.objects import ObjectStore, StoreConfig
-from hosts.volumes.pacing import DEFAULT_BUDGET_BYTES, Limits
+from hosts.volumes.pacing import DEFAULT_BUDGET_BYTES, FREE_SHARE, NO_LIMITS, Limits
 from hosts.volumes.qcow2 import open_overlay
 from hosts.volumes.qmp import Qmp, QmpRefused
 from hosts.volumes.storage_daemon import StorageDaemon
@@ -42,6 +43,9 @@ DEFAULT_LAYER_BUDGET_BYTES = 512 * MiB
 FRESH_NS = 0
 """The time of change of an overlay that nobody has written to: so a look at the file is
 enough to know that a disk is idle."""
+
+EASE_S = 60
+"""How long writes are let pass at most while a guest is brought to rest."""
 
 Publish = Callable[[Commit], None]
 """Moves the head. It may be called again with the root that is the head already (the
@@ -124,6 +128,7 @@ class Disk:
         self._run_dir = config.run_dir / "disks" / volume_id.hex
         self._overlay_dir = config.state_dir / "overlays" / volume_id.hex
         self._state_file = self._overlay_dir / "state.json"
+        self._eased_file = self._overlay_dir / "eased"
         self.state = DiskState.read(self._state_file)
         self.daemon = StorageDaemon(self._run_dir, self._overlay_dir, user=config.user)
         self.export = ExportDaemon(
@@ -341,9 +346,32 @@ class Disk:
                 if path not in kept:
                     path.unlink()
 
+    # -- pace -----------------------------------------------------------------------------
+
     def limit_writes(self, limits: Limits, *, release: bool) -> None:
         with self.daemon.connect() as qmp:
             self.daemon.limit_writes(qmp, limits, release=release)
+
+    def ease(self, seconds: float) -> None:
+        """Let all writes pass for so long: a guest that writes its memory out must end soon."""
+        if self.log_bytes() < FREE_SHARE * self._config.log_budget_bytes:
+            return  # nothing holds them back
+        until_ns = time.time_ns() + int(seconds * 1e9)
+        self._eased_file.touch()
+        os.utime(self._eased_file, ns=(until_ns, until_ns))
+        with suppress(QmpRefused):  # a daemon of an earlier release holds nothing back
+            self.limit_writes(NO_LIMITS, release=True)
+
+    def end_ease(self) -> None:
+        if self.eased_until_ns() > time.time_ns():
+            self._eased_file.touch()
+
+    def eased_until_ns(self) -> int:
+        """Say until when all writes are to pass; another value than before: they did."""
+        try:
+            return self._eased_file.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
     # -- committing -----------------------------------------------------------------------
 
@@ -358,8 +386,13 @@ class Disk:
         if leftovers_first and len(state.overlays) > 1:
             is_all = False
         if is_all:
-            with self.daemon.connect() as qmp:
-                self._cut(qmp, around_cut)
+            if around_cut is not nullcontext:
+                self.ease(EASE_S)
+            try:
+                with self.daemon.connect() as qmp:
+                    self._cut(qmp, around_cut)
+            finally:
+                self.end_ease()
         frozen = state.overlays[:-1]
         return Frozen(frozen[-1] if frozen else None, is_all, state.root_key)
 

@@ -34,6 +34,7 @@ from uuid import UUID
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit
 from hosts.volumes.disk import (
+    EASE_S,
     AroundCut,
     AttachedDisk,
     Disk,
@@ -107,6 +108,8 @@ class LogLook:
     frozen: int
     """Overlays that wait to be stored or are being stored."""
     layer_is_large: bool
+    eased_until_ns: int = 0
+    """Until when writes are to pass; see `Disks.ease`. It changes when they did."""
 
 
 class Disks:
@@ -366,6 +369,7 @@ class Disks:
                         written_at_ns=disk.written_at_ns(),
                         frozen=max(0, len(disk.state.overlays) - 1),
                         layer_is_large=disk.layer_is_large(),
+                        eased_until_ns=disk.eased_until_ns(),
                     )
                 )
         return looks
@@ -386,6 +390,18 @@ class Disks:
         """
         with self._held(volume_id) as disk:
             disk.limit_writes(limits, release=release)
+
+    def ease(self, volume_id: UUID) -> None:
+        """Let all writes pass for the next minute, although the log may outgrow its budget.
+
+        To be called before a guest is made to write out its memory with a deadline: what
+        that can be is bounded. A cut with `around_cut` does it of itself.
+
+        Raises:
+            NotAttached, DaemonFailed, DiskBusy: nothing may have changed.
+        """
+        with self._held(volume_id) as disk:
+            disk.ease(EASE_S)
 
     def renew_layer(self, volume_id: UUID) -> None:
         """Begin the disk's layer anew if it has outgrown its budget."""

@@ -177,6 +177,9 @@ class FakeDisks:
     def limit_writes(self, volume_id: UUID, limits: Limits, *, release: bool = False) -> None:
         self._disk(volume_id, served=True).limits = limits
 
+    def ease(self, volume_id: UUID) -> None:
+        self._disk(volume_id, served=True)
+
     def detach(self, volume_id: UUID, *, discard: bool) -> None:
         if volume_id in self.disks and self.disks[volume_id].writes and not discard:
             raise Uncommitted("The disk has writes that no commit has.")

@@ -1,5 +1,6 @@
 """What a host's keeper asks for, when, and what it says."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,21 @@ def test_a_layer_that_is_too_large_is_renewed(bench: Bench) -> None:
     bench.disk = replace(IDLE, layer_is_large=True)
     bench.keeper.look()
     assert bench.renewed == 1
+
+
+def test_a_writer_that_was_let_pass_for_a_while_is_held_back_again(bench: Bench) -> None:
+    bench.write(1000 * MiB)
+    bench.run(1)
+    limits = limits_for(1000 * MiB, 2 * GiB)
+    bench.limits.clear()
+
+    assert bench.disk is not None
+    bench.disk = replace(bench.disk, eased_until_ns=time.time_ns() + 60 * 10**9)
+    bench.run(5)
+    assert bench.limits == []
+    bench.disk = replace(bench.disk, eased_until_ns=time.time_ns())
+    bench.run(5)
+    assert bench.limits == [(limits, True)]
 
 
 def test_a_disk_that_is_gone_is_forgotten(bench: Bench) -> None:

@@ -361,6 +361,38 @@ def test_a_write_waits_at_the_limit_and_is_let_go(host: Host) -> None:
         host.check(guest)
 
 
+def test_a_guest_that_is_brought_to_rest_is_not_held_back_meanwhile(host: Host) -> None:
+    with_budgets(host, log=8 * MiB)
+    host.import_base()
+    keeper = Keeper(host.disks, due=lambda _: None)
+    with host.attach() as guest:
+        for at in range(8):
+            host.write(guest, at * MiB, os.urandom(MiB))
+        keeper.look()
+        assert "until there is room" in keeper.health(host.volume_id)
+
+        @contextmanager
+        def rest() -> Iterator[None]:
+            keeper.look()
+            for at in range(8, 12):
+                host.write(guest, at * MiB, os.urandom(MiB))
+            yield
+
+        cut = host.disks.cut(host.volume_id, host.publish, around_cut=rest)
+        assert cut.commit is not None
+        assert cut.commit.blocks_changed == 12 * 16
+        keeper.look()
+        assert keeper.health(host.volume_id) == ""
+
+        host.disks.ease(host.volume_id)
+        for at in range(8):
+            host.write(guest, at * MiB, os.urandom(MiB))
+        keeper.look()
+        host.disks.ease(host.volume_id)
+        host.write(guest, 0, os.urandom(3 * MiB))
+        host.check(guest)
+
+
 def test_limits_hold_when_they_are_never_set_again(host: Host) -> None:
     host.import_base()
     with host.attach() as guest:
