@@ -33,6 +33,7 @@ from hosts.volumes.objects import ObjectStore, StoreConfig
 from hosts.volumes.pacing import DEFAULT_BUDGET_BYTES, FREE_SHARE, NO_LIMITS, Limits
 from hosts.volumes.qcow2 import open_overlay
 from hosts.volumes.qmp import Qmp, QmpRefused
+from hosts.volumes.start import RECORD_S
 from hosts.volumes.storage_daemon import StorageDaemon
 
 MAX_CHAIN = 8
@@ -69,6 +70,8 @@ class DisksConfig:
     """Knows what the volumes' objects are encrypted with."""
     socket_group: str | None = None
     """The group that may open a disk's socket: QEMU's."""
+    start_s: float = RECORD_S
+    """How long after its first read a guest counts as starting; see `start`."""
     log_budget_bytes: int = DEFAULT_BUDGET_BYTES
     """What the overlays of one disk may take; its writer is slowed before that."""
     layer_budget_bytes: int = DEFAULT_LAYER_BUDGET_BYTES
@@ -135,6 +138,7 @@ class Disk:
             self._run_dir,
             config.cache_dir,
             cache_budget_bytes=config.cache_budget_bytes,
+            start_s=config.start_s,
             user=config.user,
         )
 
@@ -191,13 +195,16 @@ class Disk:
             return False
         return root_key in (state.root_key, state.pending_root_key, *state.past_root_keys)
 
-    def attach(self, root_key: str, epoch: int) -> None:
+    def attach(self, root_key: str, epoch: int, start_blocks: bytes | None) -> None:
         self._settle_with(root_key, epoch)
-        if self.state is None:
+        is_new = self.state is None
+        if is_new:
             self._record(root_key, epoch)
         state = self._require()
         # Others pass through to the disk's socket; the rest is the daemons' alone.
         self._config.own_dir(self._run_dir, 0o711)
+        if is_new:
+            self.export.begin_start(start_blocks)
         if not state.overlays or state.is_put_away:
             if not state.overlays:
                 # Made first: whatever is recorded can be committed, whoever calls next.

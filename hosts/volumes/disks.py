@@ -129,11 +129,22 @@ class Disks:
             patience_s=_PATIENCE_S,
         )
 
-    def attach(self, volume_id: UUID, *, root_key: str, epoch: int) -> AttachedDisk:
+    def attach(
+        self,
+        volume_id: UUID,
+        *,
+        root_key: str,
+        epoch: int,
+        start_blocks: bytes | None = None,
+    ) -> AttachedDisk:
         """Serve a generation with an overlay for its writes. Safe to repeat.
 
         An overlay that is already here for this epoch is used: it is the only copy of what
         it holds. One of an earlier epoch is thrown away, since nothing can publish it.
+
+        Args:
+            start_blocks: what `start_blocks` gave at an earlier start: it is fetched ahead in
+                the background.
 
         Raises:
             StaleEpoch: this host has the disk for a later epoch.
@@ -142,11 +153,11 @@ class Disks:
         """
         with self._held(volume_id) as disk:
             if disk.goes_on_with(root_key, epoch):
-                disk.attach(root_key, epoch)
+                disk.attach(root_key, epoch, start_blocks)
                 return disk.attached()
         # What is here may have to go: nobody may be storing it.
         with self._alone(volume_id) as disk:
-            disk.attach(root_key, epoch)
+            disk.attach(root_key, epoch, start_blocks)
             return disk.attached()
 
     def health(self, volume_id: UUID) -> DiskHealth:
@@ -423,6 +434,13 @@ class Disks:
     def fetched(self, volume_id: UUID) -> Fetched:
         """Count what the disk has fetched from object storage since it was attached."""
         return FetchCounter.read(self._disk(volume_id).export.fetched)
+
+    def start_blocks(self, volume_id: UUID) -> bytes | None:
+        """Give what the disk's reader read in the first seconds, to be fetched ahead.
+
+        None until half a minute after its first read, and once it is detached.
+        """
+        return self._disk(volume_id).export.start_blocks()
 
     def export_fuse(self, volume_id: UUID, mountpoint: Path) -> None:
         """Show the disk as a file, instead of over NBD, on an existing empty file.

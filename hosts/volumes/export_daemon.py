@@ -8,6 +8,7 @@ the others, and the storage daemon opens it by name.
 
 import os
 import pwd
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,11 @@ import zstandard
 
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.daemons import daemon_pid, end_daemon, plain_environment, start_daemon
+from hosts.volumes.errors import Corrupt
 from hosts.volumes.exports import ExportConfig, root_file
 from hosts.volumes.keys import Keyring
 from hosts.volumes.objects import StoreConfig
+from hosts.volumes.start import MAX_BYTES, decode_start, encode_start
 
 THREADS = 16
 """As many as QEMU's NBD client has requests under way."""
@@ -27,15 +30,24 @@ class ExportDaemon:
     """The export of one disk."""
 
     def __init__(
-        self, run_dir: Path, cache_dir: Path, *, cache_budget_bytes: int, user: str | None
+        self,
+        run_dir: Path,
+        cache_dir: Path,
+        *,
+        cache_budget_bytes: int,
+        start_s: float,
+        user: str | None,
     ) -> None:
         self._run_dir = run_dir
         self._cache_dir = cache_dir
         self._cache_budget_bytes = cache_budget_bytes
+        self._start_s = start_s
         self._user = user
         self._pidfile = run_dir / "export.pid"
         self.socket = run_dir / "export.sock"
         self.fetched = run_dir / "fetched"
+        self._start = run_dir / "start"
+        self._ahead = run_dir / "ahead"
 
     def is_running(self) -> bool:
         return daemon_pid(self._pidfile) is not None
@@ -52,6 +64,30 @@ class ExportDaemon:
         for path in self._run_dir.glob("roots-*"):
             if path != kept:
                 path.unlink(missing_ok=True)
+
+    def begin_start(self, start_blocks: bytes | None) -> None:
+        """Have the next process record what is read first, and fetch this ahead."""
+        self._start.unlink(missing_ok=True)
+        self._ahead.unlink(missing_ok=True)
+        if start_blocks is not None:
+            self._write(self._ahead, start_blocks)
+
+    def start_blocks(self) -> bytes | None:
+        """Give what was read first; None while that is not known.
+
+        The file is the daemons': it is checked, and written anew from what it says.
+        """
+        try:
+            fd = os.open(
+                self._start, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
+            with os.fdopen(fd, "rb") as file:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    return None
+                numbers = decode_start(file.read(MAX_BYTES + 1))
+        except (OSError, Corrupt):
+            return None
+        return encode_start(numbers) if numbers else None
 
     def ensure(self, store: StoreConfig, keyring: Callable[[], Keyring]) -> None:
         """Start it unless it runs.
@@ -72,6 +108,9 @@ class ExportDaemon:
             cache=str(self._cache_dir),
             cache_budget_bytes=self._cache_budget_bytes,
             fetched=str(self.fetched),
+            start=str(self._start),
+            ahead=str(self._ahead),
+            start_s=self._start_s,
             log=str(log),
             store=store,
             keys=keyring().in_hex(),

@@ -70,7 +70,8 @@ def block_size(reader: VolumeReader) -> tuple[int, int, int]:
 def pread(reader: VolumeReader, buffer: bytearray, offset: int, flags: int) -> None:
     """Read; an exception becomes an I/O error of the request."""
     try:
-        reader.read_into(buffer, offset)
+        exports: Exports = _state["exports"]
+        exports.read_into(reader, buffer, offset)
     except Exception:
         logging.getLogger(__name__).exception("a read of %d bytes failed", len(buffer))
         raise

@@ -20,6 +20,7 @@ from hosts.volumes.naming import content_digest, parse_key
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.reader import ReaderMemory, VolumeReader
 from hosts.volumes.s3_reader import S3Reader
+from hosts.volumes.start import Demand, StartRecorder, fetch_ahead
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class ExportConfig:
     cache: str
     cache_budget_bytes: int
     fetched: str
+    start: str
+    """Where it is written down what is read first; see `start`."""
+    ahead: str
+    """What was read first at an earlier start, if the file is there."""
+    start_s: float
     log: str
     store: StoreConfig
     keys: dict[str, str | None] = field(default_factory=dict, repr=False)
@@ -52,6 +58,9 @@ class Exports:
 
     def __init__(self, config: ExportConfig) -> None:
         self._roots = Path(config.roots)
+        self._start = StartRecorder(Path(config.start), record_s=config.start_s)
+        self._ahead = Path(config.ahead)
+        self._demand = Demand()
         cache = ObjectCache(
             Path(config.cache),
             budget_bytes=config.cache_budget_bytes,
@@ -72,7 +81,27 @@ class Exports:
         if content_digest(body) != name.digest:
             raise Corrupt("The root of an export is not what its key says.")
         root = Root.decode(self._keyring.open("roots", name.volume, body))
-        return VolumeReader(root, self._memory, self._keyring)
+        reader = VolumeReader(root, self._memory, self._keyring)
+        self._begin_ahead(reader)
+        return reader
+
+    def read_into(self, reader: VolumeReader, buffer: bytearray, offset: int) -> None:
+        """Read for a guest, see `VolumeReader.read_into`."""
+        self._start.note(offset, len(buffer))
+        with self._demand.waiting():
+            reader.read_into(buffer, offset)
+
+    def _begin_ahead(self, reader: VolumeReader) -> None:
+        """Fetch the start ahead, in a thread: once, for the first that opens a generation."""
+        try:
+            body = self._ahead.read_bytes()
+            self._ahead.unlink()
+        except FileNotFoundError:
+            return
+        work = threading.Thread(
+            target=fetch_ahead, args=(body, reader, self._demand), name="ahead", daemon=True
+        )
+        work.start()
 
 
 def root_file(folder: Path, root_key: str) -> Path:

@@ -2,17 +2,17 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from common.units import MiB
+from common.units import KiB, MiB
 from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK, decode_block
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.errors import Corrupt
 from hosts.volumes.index import LEAF_BLOCKS, Entry, Leaf, LeafRef, Root
 from hosts.volumes.keys import Keyring
-from hosts.volumes.naming import content_digest
+from hosts.volumes.naming import ObjectName, content_digest
 
 MEMORY_BLOCKS = 48
 """Decoded blocks kept: 3 MiB. A guest reads 4 KiB at a time, a block is 16 of them."""
@@ -21,6 +21,12 @@ MEMORY_LEAVES = 32
 """Decoded leaves kept: 3.5 MiB, for 8 GiB of device."""
 
 MAX_RUN_BYTES = 4 * MiB
+AHEAD_RUN_BYTES = MiB
+"""Who needs a part of a run that is fetched ahead waits for all of it."""
+
+NEAR_BYTES = 128 * KiB
+"""What is fetched between two blocks costs less than another request."""
+
 TRIES = 3
 """How often bytes that are wrong are fetched anew before they are called corrupt."""
 
@@ -43,6 +49,15 @@ def load_leaf(cache: ObjectCache, keyring: Keyring, root: Root, ref: LeafRef) ->
         if content_digest(body) == ref.digest:
             return Leaf.decode(keyring.open("leaves", ref.object.volume, body))
     raise Corrupt(f"A leaf in {key} is not what its hash says.")
+
+
+class PackRange(NamedTuple):
+    """A part of a pack."""
+
+    key: str
+    offset: int
+    length: int
+    object_bytes: int
 
 
 class ReaderMemory:
@@ -92,6 +107,34 @@ class VolumeReader:
         Raises: what `read_into` does.
         """
         return self._block(number) or ZERO_BLOCK
+
+    def pack_ranges(self, numbers: Iterable[int]) -> list[PackRange]:
+        """Say what to fetch for some blocks: what lies near in a pack together.
+
+        In the order of the first block of each. Blocks that are holes, or nobody's, are left
+        out. Leaves are read.
+
+        Raises: what `read_into` does.
+        """
+        packs: dict[ObjectName, list[tuple[int, int, int]]] = {}
+        for place, number in enumerate(numbers):
+            entry = self._entry(number)
+            if entry is not None:
+                extent = (entry.offset, entry.offset + entry.length, place)
+                packs.setdefault(entry.pack, []).append(extent)
+        found = []
+        for pack, extents in packs.items():
+            use = self._root.packs.get(pack)
+            size_bytes = 0 if use is None else use.stored_bytes
+            for start, end, place in _joined(sorted(extents)):
+                if end <= size_bytes:
+                    wanted = PackRange(pack.key("packs"), start, end - start, size_bytes)
+                    found.append((place, wanted))
+        return [wanted for _, wanted in sorted(found)]
+
+    def fetch(self, wanted: PackRange) -> None:
+        """Have a part of a pack in the cache. Whoever reads it checks it."""
+        self._cache.read(*wanted)
 
     def _entry(self, number: int) -> Entry | None:
         leaf_number, slot = divmod(number, LEAF_BLOCKS)
@@ -147,6 +190,21 @@ class VolumeReader:
         start, end = run[0].offset, run[-1].offset + run[-1].length
         object_bytes = self._pack_bytes(run[-1])
         self._cache.read(run[0].pack.key("packs"), start, end - start, object_bytes)
+
+
+def _joined(extents: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Join sorted (start, end, place) that lie near each other; the least place counts."""
+    run: tuple[int, int, int] | None = None
+    for start, end, place in extents:
+        if run is None:
+            run = (start, end, place)
+        elif start - run[1] <= NEAR_BYTES and end - run[0] <= AHEAD_RUN_BYTES:
+            run = (run[0], max(run[1], end), min(run[2], place))
+        else:
+            yield run
+            run = (start, end, place)
+    if run is not None:
+        yield run
 
 
 class _Recent(Generic[K, V]):

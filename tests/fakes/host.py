@@ -53,7 +53,14 @@ class FakeDisks:
         """Dead ones of which only the export is."""
         self._numbers = itertools.count(1)
 
-    def attach(self, volume_id: UUID, *, root_key: str, epoch: int) -> AttachedDisk:
+    def attach(
+        self,
+        volume_id: UUID,
+        *,
+        root_key: str,
+        epoch: int,
+        start_blocks: bytes | None = None,
+    ) -> AttachedDisk:
         disk = self.disks.get(volume_id)
         if disk is not None and disk.epoch > epoch:
             raise StaleEpoch(f"This host has the disk for epoch {disk.epoch}.")
@@ -176,6 +183,9 @@ class FakeDisks:
 
     def limit_writes(self, volume_id: UUID, limits: Limits, *, release: bool = False) -> None:
         self._disk(volume_id, served=True).limits = limits
+
+    def start_blocks(self, volume_id: UUID) -> bytes | None:
+        return b"start" if volume_id in self.disks else None
 
     def ease(self, volume_id: UUID) -> None:
         self._disk(volume_id, served=True)
