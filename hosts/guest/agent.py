@@ -18,6 +18,8 @@ from hosts.guest.machine import Machine, Processes, RootDisk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from hosts.guest.doors import MachineOps
 
 _PORTS = "/sys/class/virtio-ports"
@@ -35,10 +37,18 @@ def main() -> None:
     contexts = Contexts(
         loop, env=identity.environment(config), memory_bytes=os.sysconf("SC_PHYS_PAGES") * 4096
     )
-    machine = Machine(loop, RootDisk(), server, contexts, Processes()).ops()
+    machine = Machine(
+        loop, RootDisk(), server, contexts, Processes(), limit_bytes=_disk_limit_bytes(config)
+    ).ops()
     serve(loop, contexts, machine, socket_path=protocol.AGENT_SOCKET, port_path=find_port())
     sys.stderr.write(f"sandkeep: agent ready after {_uptime()} s\n")
     loop.run()
+
+
+def _disk_limit_bytes(config: dict[str, Any]) -> int:
+    """How large the root file system may become, 0 for as large as its device."""
+    limit = config.get("disk_limit_bytes")
+    return limit if type(limit) is int and limit > 0 else 0
 
 
 def serve(

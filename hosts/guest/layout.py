@@ -15,7 +15,7 @@ TOOLKIT_PREFIX = "/run/sandkeep/toolkit"
 """Where the toolkit is mounted in every guest; its programs only run from there."""
 
 AGENT_MODULES = (
-    "agent.py", "contexts.py", "doors.py", "identity.py", "journal.py", "loop.py",
+    "agent.py", "contexts.py", "doors.py", "growth.py", "identity.py", "journal.py", "loop.py",
     "machine.py", "protocol.py", "spawn.py",
 )  # fmt: skip
 

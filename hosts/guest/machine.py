@@ -1,4 +1,4 @@
-"""What the agent does for the host: freeze, thaw, stop, clock, growth, figures."""
+"""What the agent does for the host: freeze, thaw, stop, clock, figures; growth is apart."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import errno
 import fcntl
 import os
 import signal
-import sys
+import struct
 import time
 
 from hosts.guest import protocol, spawn
 from hosts.guest.contexts import Rejected
+from hosts.guest.growth import Growth
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, Protocol
 
+    from hosts.guest import growth
     from hosts.guest.contexts import Contexts
     from hosts.guest.doors import MachineOps, Reply
     from hosts.guest.loop import Loop, Timer
 
-    class Disk(Protocol):
+    class Disk(growth.Disk, Protocol):
         """The root file system."""
 
         def freeze(self) -> None: ...
         def thaw(self) -> None: ...
-        def size_bytes(self) -> int: ...
-        def device_bytes(self) -> int: ...
-        def free_bytes(self) -> int: ...
 
     class Server(Protocol):
         """The SSH server of the platform."""
@@ -39,15 +38,13 @@ if TYPE_CHECKING:
 
 
 MAX_FREEZE_S = 600.0
-GROW_ABOVE = 0.8
-"""The part of the file system in use at which the watcher makes it larger."""
 
 _FIFREEZE = 0xC0045877
 _FITHAW = 0xC0045878
-_WATCH_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.05
-_TOOLKIT = "/run/sandkeep/toolkit"
-_MIN_SPARE_BYTES = 128 * 1024 * 1024
+# _IOW('f', 16, __u64) of the kernel's fs/ext4/ext4.h, which resize2fs uses, too.
+_EXT4_IOC_RESIZE_FS = 0x40086610
+_SUPERBLOCK_AT = 1024
 
 
 class Processes:
@@ -89,9 +86,26 @@ class RootDisk:
             if error.errno != errno.EINVAL:
                 raise
 
-    def size_bytes(self) -> int:
-        found = os.statvfs(self._path)
-        return found.f_blocks * found.f_frsize
+    def span_bytes(self) -> int:
+        """How much of the device it takes, what it keeps for itself included.
+
+        Source: the kernel's Documentation/filesystems/ext4/super.rst; what is read is what
+        the mounted file system works on.
+        """
+        fd = os.open(self._device, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            block = os.pread(fd, 1024, _SUPERBLOCK_AT)
+        finally:
+            os.close(fd)
+        low, scale, high = (
+            int.from_bytes(block[at : at + 4], "little") for at in (0x4, 0x18, 0x150)
+        )
+        return (high << 32 | low) << 10 + scale
+
+    def grow(self, size_bytes: int) -> None:
+        """Enlarge it while it is in use; returns when that is done."""
+        unit_bytes = os.statvfs(self._path).f_frsize
+        fcntl.ioctl(self._fd, _EXT4_IOC_RESIZE_FS, struct.pack("Q", size_bytes // unit_bytes))
 
     def free_bytes(self) -> int:
         found = os.statvfs(self._path)
@@ -115,6 +129,8 @@ class Machine:
         server: Server,
         contexts: Contexts,
         processes: Processes,
+        *,
+        limit_bytes: int = 0,
     ) -> None:
         self._loop = loop
         self._processes = processes
@@ -122,11 +138,9 @@ class Machine:
         self._server = server
         self._contexts = contexts
         self._thaw_timer: Timer | None = None
-        self._growing = False
-        self._grown_to_bytes = 0
-        self._frozen = False
         self._disk.thaw()  # an agent before this one may have died with the disk frozen
-        loop.later(_WATCH_EVERY_S, self._watch)
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._growth = Growth(loop, disk, memory_bytes=memory_bytes, limit_bytes=limit_bytes)
 
     def ops(self) -> MachineOps:
         """What may be asked at either door."""
@@ -138,7 +152,7 @@ class Machine:
             "freeze": self._freeze,
             "thaw": self._thaw,
             "prepare_stop": self._prepare_stop,
-            "grow": self._grow,
+            "grow": self._growth.grow,
         }
 
     def _ping(self, _params: dict[str, Any], reply: Reply) -> None:
@@ -152,7 +166,7 @@ class Machine:
         )
 
     def _stats(self, _params: dict[str, Any], reply: Reply) -> None:
-        reply({"ok": True, **figures(), "frozen": self._frozen, **self._disk_figures()})
+        reply({"ok": True, **figures(), "frozen": self._growth.held, **self._disk_figures()})
 
     def _disk_figures(self) -> dict[str, Any]:
         found = os.statvfs("/")
@@ -162,6 +176,8 @@ class Machine:
             "disk_files": found.f_files,
             "disk_files_free": found.f_ffree,
             "device_bytes": self._disk.device_bytes(),
+            "span_bytes": self._disk.span_bytes(),
+            "ceiling_bytes": self._growth.ceiling_bytes(),
         }
 
     def _set_clock(self, params: dict[str, Any], reply: Reply) -> None:
@@ -191,7 +207,7 @@ class Machine:
         if self._thaw_timer:
             self._thaw_timer.cancel()
             self._thaw_timer = None
-        self._frozen = False
+        self._growth.held = False
         self._disk.thaw()
 
     def _freeze_then(self, reply: Reply, *, for_good: bool = False) -> None:
@@ -203,7 +219,7 @@ class Machine:
                 self._thaw_now()  # the deadline came first
                 reply(_failure("freezing took longer than the deadline"))
             else:
-                self._frozen = True
+                self._growth.held = True
                 reply({"ok": True})
 
         self._in_child(self._disk.freeze, frozen)
@@ -236,50 +252,6 @@ class Machine:
             self._loop.later(_LOOK_EVERY_S, look)
 
         look()
-
-    def _grow(self, params: dict[str, Any], reply: Reply) -> None:
-        """Enlarge the root file system, to `size_bytes` or to twice what it is."""
-        now_bytes = self._disk.size_bytes()
-        device_bytes = self._disk.device_bytes()
-        if params.get("size_bytes") is None:
-            wanted_bytes = min(2 * now_bytes, device_bytes)
-        else:
-            wanted_bytes = int(_number(params, "size_bytes", 0, 2**63))
-            if wanted_bytes > device_bytes:
-                raise Rejected(protocol.INVALID_REQUEST, "size_bytes is beyond the device")
-            if wanted_bytes < now_bytes:
-                raise Rejected(protocol.INVALID_REQUEST, "a file system cannot become smaller")
-        if self._growing:
-            raise Rejected(protocol.INVALID_REQUEST, "the file system is growing already")
-        if self._frozen:
-            raise Rejected(protocol.INVALID_REQUEST, "the file system is frozen")
-
-        def grown(status: int) -> None:
-            self._growing = False
-            if status == 0:
-                self._grown_to_bytes = wanted_bytes
-                reply({"ok": True, "size_bytes": self._disk.size_bytes()})
-            else:
-                reply(_failure("resize2fs failed"))
-
-        self._growing = True
-        pid = spawn.start_quietly(
-            [f"{_TOOLKIT}/bin/resize2fs", "/dev/vda", f"{wanted_bytes // 1024}K"]
-        )
-        self._loop.await_child(pid, grown)
-
-    def _watch(self) -> None:
-        """Enlarge the file system before it is full."""
-        self._loop.later(_WATCH_EVERY_S, self._watch)
-        size_bytes = self._disk.size_bytes()
-        if self._growing or self._frozen:
-            return
-        if self._disk.free_bytes() > size_bytes * (1 - GROW_ABOVE):
-            return
-        device_bytes = self._disk.device_bytes()
-        # What the file system keeps for itself makes it look smaller than its device.
-        if device_bytes > max(self._grown_to_bytes, size_bytes + _MIN_SPARE_BYTES):
-            self._grow({}, _report_growth)
 
     def _in_child(self, act: Callable[[], None], ended: Callable[[int], None]) -> None:
         """Do what may block in a child, so that the doors stay open meanwhile."""
@@ -326,11 +298,6 @@ def other_processes() -> list[int]:
         if not is_kernel_thread and fields[0] not in ("Z", "X"):
             found.append(int(name))
     return found
-
-
-def _report_growth(answer: dict[str, Any]) -> None:
-    said = f"now has {answer['size_bytes']} bytes" if answer["ok"] else "could not be enlarged"
-    sys.stderr.write(f"sandkeep: the file system {said}\n")
 
 
 def _failure(message: str) -> dict[str, Any]:

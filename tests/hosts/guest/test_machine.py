@@ -29,11 +29,14 @@ class FakeDisk:
     def thaw(self) -> None:
         self.thaws += 1
 
-    def size_bytes(self) -> int:
+    def span_bytes(self) -> int:
         return 4 * GIB
 
+    def grow(self, size_bytes: int) -> None:
+        raise OSError
+
     def free_bytes(self) -> int:
-        return 3 * GIB
+        return 9 * GIB  # more than any headroom
 
     def device_bytes(self) -> int:
         return 10 * GIB
