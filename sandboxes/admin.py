@@ -10,7 +10,7 @@ from django.contrib import admin
 from django.http import HttpRequest
 
 from common.units import MiB
-from sandboxes.models import ClaimRecord, Run, Sandbox, Template
+from sandboxes.models import ClaimRecord, Cut, FileView, Run, Sandbox, Snapshot, Template
 
 
 class RecordAdmin(admin.ModelAdmin[Any]):
@@ -141,4 +141,34 @@ class ClaimRecordAdmin(RecordAdmin):
     list_filter = ("created_at",)
     list_select_related = ("team", "sandbox")
     search_fields = ("key", "sandbox__id", "team__name")
+    ordering = ("-created_at",)
+
+
+@admin.register(Snapshot)
+class SnapshotAdmin(RecordAdmin):
+    list_display = ("id", "name", "team", "sandbox", "created_at", "expires_at", "deleted_at")
+    list_filter = (("deleted_at", admin.EmptyFieldListFilter), "created_at", "expires_at")
+    list_select_related = ("team", "sandbox")
+    search_fields = ("id", "name", "sandbox__id", "team__name")
+    ordering = ("-created_at",)
+    date_hierarchy = "created_at"
+    show_full_result_count = False
+
+
+@admin.register(Cut)
+class CutAdmin(RecordAdmin):
+    list_display = ("sandbox", "consistency", "state", "error", "requested_at", "ended_at")
+    list_filter = ("state", "consistency", "requested_at")
+    list_select_related = ("sandbox",)
+    search_fields = ("sandbox__id", "error")
+    ordering = ("-requested_at",)
+    show_full_result_count = False
+
+
+@admin.register(FileView)
+class FileViewAdmin(RecordAdmin):
+    list_display = ("sandbox", "generation", "volume", "error", "created_at")
+    list_filter = ("created_at",)
+    list_select_related = ("sandbox", "generation", "volume")
+    search_fields = ("sandbox__id",)
     ordering = ("-created_at",)

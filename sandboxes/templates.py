@@ -1,6 +1,7 @@
 """Making templates out of disk images."""
 
 import hashlib
+import re
 from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,14 @@ from hosts.models import Generation
 from hosts.services import new_volume, publish_commit
 from hosts.volumes.commit import import_image
 from sandboxes.models import Template
+
+TEMPLATE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,254}")
+RESERVED_IDS = frozenset({"from-sandbox", "import"})
+
+
+def is_template_id(text: str) -> bool:
+    """Say whether a team may call a template this; it becomes part of paths."""
+    return TEMPLATE_ID.fullmatch(text) is not None and text not in RESERVED_IDS
 
 
 def import_public_template(

@@ -1,6 +1,5 @@
 """What clients send: each field checked and bounded, unknown ones refused by name."""
 
-import re
 from typing import Any
 
 from drf_spectacular.types import OpenApiTypes
@@ -17,6 +16,7 @@ from sandboxes.contexts import (
 )
 from sandboxes.models import Cut, Sandbox
 from sandboxes.quantities import NotAQuantity, format_memory, parse_sandbox_memory
+from sandboxes.templates import is_template_id
 
 # Ten years: beyond it a deadline is a mistake, and dates overflow.
 MAX_SPAN_S = 315_360_000
@@ -30,9 +30,6 @@ MAX_INPUT_BYTES = 1024 * 1024
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 200
-
-TEMPLATE_ID = re.compile(r"[a-z0-9][a-z0-9._-]*")
-RESERVED_TEMPLATE_IDS = {"from-sandbox", "import"}
 
 STATUSES = sorted({"starting", "running", "paused", "terminating", "failed"})
 
@@ -290,12 +287,11 @@ class TemplateFromSandbox(StrictSerializer):
 
     def validate_template_id(self, value: str) -> str:
         value = value.lower()
-        if TEMPLATE_ID.fullmatch(value) is None:
+        if not is_template_id(value):
             raise serializers.ValidationError(
-                "An id has letters, digits, '.', '_' and '-', and begins with one of the first."
+                "An id has letters, digits, '.', '_' and '-', and begins with one of the first "
+                "two; a few words are taken."
             )
-        if value in RESERVED_TEMPLATE_IDS:
-            raise serializers.ValidationError(f"{value!r} stands for something else.")
         return value
 
 

@@ -26,7 +26,7 @@ from common.errors import DomainError
 from common.units import KiB, MiB
 from sandboxes import files
 from sandboxes.access import files_of, with_files
-from sandboxes.errors import FileMissing, PathExists
+from sandboxes.errors import BadPath, FileMissing, PathExists
 from sandboxes.filenames import to_text
 from sandboxes.files import FileInfo
 from sandboxes.models import Sandbox
@@ -115,6 +115,7 @@ def file_browse(request: TeamRequest, sandbox_id: str) -> HttpResponse:
     context = head_context(request, sandbox) | {
         "tab": "files",
         "path": request.GET.get("path") or to_text(HOME),
+        "moment_query": _as_query(request),
     }
     return render(request, "sandboxes/files.html", context)
 
@@ -124,9 +125,12 @@ def file_browse(request: TeamRequest, sandbox_id: str) -> HttpResponse:
 def file_list(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
     """Show one page of a directory, or say why it cannot be shown."""
     sandbox = sandbox_or_404(request, sandbox_id)
+    moment_query = _as_query(request)
     context: dict[str, object] = {
         "sandbox": sandbox,
-        "may": head_context(request, sandbox)["may"],
+        "may": {} if moment_query else head_context(request, sandbox)["may"],
+        "moment_query": moment_query,
+        "generation": request.GET.get("generation"),
     }
     try:
         path = _path(request)
@@ -152,10 +156,15 @@ def file_list(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
 
 
 def _listed(request: TeamRequest, sandbox: Sandbox, path: bytes) -> tuple[list[FileInfo], bool]:
-    team = request.membership.team
+    team, generation = request.membership.team, _generation(request)
 
     async def read() -> tuple[list[FileInfo], bool]:
-        return await with_files(sandbox.id, team, lambda sftp: files.list_directory(sftp, path))
+        return await with_files(
+            sandbox.id,
+            team,
+            lambda sftp: files.list_directory(sftp, path),
+            generation=generation,
+        )
 
     entries, is_cut = async_to_sync(read)()
     # By name within directories and within the rest, which is how people look for things.
@@ -168,7 +177,11 @@ def _listed(request: TeamRequest, sandbox: Sandbox, path: bytes) -> tuple[list[F
 def file_view(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
     """Show a file: text in an editor, an image as such, and of the rest what is known."""
     sandbox = sandbox_or_404(request, sandbox_id)
-    context = head_context(request, sandbox) | {"tab": "files"}
+    context = head_context(request, sandbox) | {
+        "tab": "files",
+        "moment_query": _as_query(request),
+    }
+    context["generation"] = request.GET.get("generation")
     try:
         path = _path(request)
         info, text = _read(request, sandbox, path)
@@ -194,10 +207,10 @@ def file_view(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
 
 def _read(request: TeamRequest, sandbox: Sandbox, path: bytes) -> tuple[FileInfo, str | None]:
     """Return what is known of a file, and its text if it is one that can be edited."""
-    team = request.membership.team
+    team, generation = request.membership.team, _generation(request)
 
     async def read() -> tuple[FileInfo, bytes]:
-        sftp = await files_of(sandbox.id, team)
+        sftp = await files_of(sandbox.id, team, generation=generation)
         info = await files.stat_file(sftp, path)
         opened = await files.open_file(sftp, path)
         return info, await _up_to(opened.pieces, MAX_EDIT_BYTES + 1)
@@ -230,7 +243,10 @@ async def file_raw(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
     try:
         path = _path(request)
         opened = await with_files(
-            sandbox_id, request.team, lambda sftp: files.open_file(sftp, path)
+            sandbox_id,
+            request.team,
+            lambda sftp: files.open_file(sftp, path),
+            generation=_generation(request),
         )
     except DomainError as error:
         return refusal(error)
@@ -262,7 +278,7 @@ async def file_write(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
     refused where there is something already.
     """
     try:
-        path = _path(request)
+        path = _path_to_change(request)
         sftp = await files_of(sandbox_id, request.team)
         was = request.GET.get("was")
         if was and version_of(await files.stat_file(sftp, path)) != was:
@@ -293,7 +309,7 @@ async def _body(request: TeamRequest) -> AsyncIterator[bytes]:
 async def file_mkdir(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
     """Make a directory."""
     try:
-        path = _path(request)
+        path = _path_to_change(request)
         sftp = await files_of(sandbox_id, request.team)
         await files.make_directory(sftp, path, recursive=False)
     except DomainError as error:
@@ -307,7 +323,7 @@ async def file_mkdir(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
 async def file_move(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
     """Give a file or directory another path, and never put it over another file."""
     try:
-        source = _path(request)
+        source = _path_to_change(request)
         destination = files.parse_path(request.POST.get("to", ""), "to")
         sftp = await files_of(sandbox_id, request.team)
         if await _is_there(sftp, destination):
@@ -325,7 +341,7 @@ async def file_move(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
 async def file_delete(request: TeamRequest, sandbox_id: str) -> HttpResponseBase:
     """Delete a file, or a directory with all that is in it."""
     try:
-        path = _path(request)
+        path = _path_to_change(request)
         sftp = await files_of(sandbox_id, request.team)
         await files.delete_path(sftp, path)
     except DomainError as error:
@@ -379,6 +395,28 @@ def version_of(info: FileInfo) -> str:
 
 def _path(request: TeamRequest) -> bytes:
     return files.parse_path(request.GET.get("path") or to_text(HOME))
+
+
+def _path_to_change(request: TeamRequest) -> bytes:
+    if "generation" in request.GET:
+        raise BadPath("generation", "the past can be read, restored and forked only.")
+    return _path(request)
+
+
+def _generation(request: TeamRequest) -> int | None:
+    """Return which moment of the history is meant, None where it is now."""
+    text = request.GET.get("generation")
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII):
+        raise BadPath("generation", "it is a number from the sandbox's history.")
+    return int(text)
+
+
+def _as_query(request: TeamRequest) -> str:
+    """Return what keeps a link of the page at the moment of the history that it shows."""
+    generation = request.GET.get("generation")
+    return "" if generation is None else f"&generation={quote(generation, safe='')}"
 
 
 def _start(request: TeamRequest, count: int) -> int:

@@ -10,8 +10,9 @@ from django.core.exceptions import ValidationError
 
 from accounts.models import Team
 from billing.pricing import memory_price_per_hour
-from common.units import GiB, MiB
+from common.units import DAY, GiB, MiB
 from sandboxes.models import DEFAULT_MEMORY_BYTES, Sandbox, Template
+from sandboxes.templates import is_template_id
 from sandboxes.templatetags.console import size
 from sandboxes.web.spans import NotASpan, format_span, parse_span
 
@@ -92,6 +93,7 @@ class ClaimForm(LifetimeForm):
     """What to start."""
 
     template_id = forms.ChoiceField(label="Template", widget=forms.RadioSelect)
+    snapshot_id = forms.CharField(required=False, max_length=55, widget=forms.HiddenInput)
     env_vars = forms.CharField(
         label="Environment",
         required=False,
@@ -117,6 +119,10 @@ class ClaimForm(LifetimeForm):
         )
         self.fields["auto_resume"].initial = True
 
+    def clean_snapshot_id(self) -> str | None:
+        """Return None where it is the template's own disk that is wanted."""
+        return self.cleaned_data["snapshot_id"] or None
+
     def clean_env_vars(self) -> dict[str, str]:
         """Read the lines; an empty one is skipped."""
         variables = {}
@@ -140,6 +146,64 @@ class MemoryForm(forms.Form):
         self.fields["memory_bytes"] = MemoryField(
             label="Memory", initial=sandbox.memory_bytes, also_bytes=sandbox.memory_bytes
         )
+
+
+class MomentForm(forms.Form):
+    """What to go back to, or to begin with: a snapshot, or a moment of the history."""
+
+    generation = forms.IntegerField(required=False, min_value=0, max_value=2**31 - 1)
+    snapshot_id = forms.CharField(required=False, max_length=55)
+
+    @property
+    def names_one(self) -> bool:
+        """Whether it says exactly one of the two."""
+        has_moment = self.cleaned_data["generation"] is not None
+        return has_moment != bool(self.cleaned_data["snapshot_id"])
+
+
+def _text(**attributes: str) -> forms.TextInput:
+    return forms.TextInput({"class": "form-control", "autocomplete": "off", **attributes})
+
+
+class SnapshotForm(forms.Form):
+    """A snapshot to take."""
+
+    name = forms.CharField(label="Name", required=False, max_length=255, widget=_text())
+    description = forms.CharField(label="Note", required=False, max_length=2000, widget=_text())
+    kept_s = forms.TypedChoiceField(
+        label="Kept",
+        coerce=int,
+        choices=[
+            (0, "Until it is deleted"),
+            (DAY, "One day"),
+            (7 * DAY, "One week"),
+            (30 * DAY, "30 days"),
+        ],
+        initial=0,
+        widget=forms.Select({"class": "form-select"}),
+    )
+
+
+class TemplateForm(forms.Form):
+    """A template to make of a sandbox."""
+
+    template_id = forms.CharField(
+        label="Id",
+        max_length=255,
+        help_text="What a claim names: letters, digits, dots and dashes.",
+        widget=_text(spellcheck="false", autocapitalize="none"),
+    )
+    display_name = forms.CharField(label="Name", required=False, max_length=255, widget=_text())
+    description = forms.CharField(label="Note", required=False, max_length=2000, widget=_text())
+
+    def clean_template_id(self) -> str:
+        """Return the id in small letters, if it is one."""
+        value: str = self.cleaned_data["template_id"].lower()
+        if not is_template_id(value):
+            raise ValidationError(
+                "Letters, digits, '.', '_' and '-', beginning with one of the first two."
+            )
+        return value
 
 
 def templates_for(team: Team) -> list[Template]:

@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from sandboxes.web import file_views, views
+from sandboxes.web import file_views, snapshot_views, views
 
 urlpatterns = [
     path("", views.home, name="home"),
@@ -14,7 +14,11 @@ urlpatterns = [
     path(
         "sandboxes/<str:sandbox_id>/terminal/", views.sandbox_terminal, name="sandbox-terminal"
     ),
-    path("sandboxes/<str:sandbox_id>/history/", views.sandbox_history, name="sandbox-history"),
+    path(
+        "sandboxes/<str:sandbox_id>/history/",
+        snapshot_views.sandbox_history,
+        name="sandbox-history",
+    ),
     path(
         "sandboxes/<str:sandbox_id>/settings/", views.sandbox_settings, name="sandbox-settings"
     ),
@@ -37,5 +41,36 @@ urlpatterns = [
     path(
         "sandboxes/<str:sandbox_id>/files/delete/", file_views.file_delete, name="file-delete"
     ),
-    path("templates/", views.template_list, name="template-list"),
+    path(
+        "sandboxes/<str:sandbox_id>/snapshots/",
+        snapshot_views.sandbox_snapshots,
+        name="sandbox-snapshots",
+    ),
+    path(
+        "sandboxes/<str:sandbox_id>/snapshots/new/",
+        snapshot_views.snapshot_create,
+        name="snapshot-create",
+    ),
+    path(
+        "sandboxes/<str:sandbox_id>/restore/",
+        snapshot_views.sandbox_restore,
+        name="sandbox-restore",
+    ),
+    path("sandboxes/<str:sandbox_id>/fork/", snapshot_views.sandbox_fork, name="sandbox-fork"),
+    path(
+        "sandboxes/<str:sandbox_id>/template/",
+        snapshot_views.template_create,
+        name="template-create",
+    ),
+    path(
+        "snapshots/<str:snapshot_id>/delete/",
+        snapshot_views.snapshot_delete,
+        name="snapshot-delete",
+    ),
+    path(
+        "templates/<str:template_id>/delete/",
+        snapshot_views.template_delete,
+        name="template-delete",
+    ),
+    path("templates/", snapshot_views.template_list, name="template-list"),
 ]

@@ -9,7 +9,7 @@ from accounts.permissions import may
 from accounts.web.access import TeamRequest, doer, permission_required
 from common.errors import DomainError
 from sandboxes import services
-from sandboxes.models import Sandbox, Template
+from sandboxes.models import Sandbox
 from sandboxes.progress import steps_of
 from sandboxes.web.answers import (
     SandboxDeleted,
@@ -36,7 +36,6 @@ State = Sandbox.State
 
 # Those that a reader picks from; a deleted sandbox is in no list.
 SHOWN_STATES = [state for state in State.values if state != State.DELETED]
-HISTORY_SHOWN = 200
 
 
 @require_GET
@@ -89,7 +88,10 @@ def _row(request: TeamRequest, sandbox: Sandbox) -> HttpResponse:
 def sandbox_claim(request: TeamRequest) -> HttpResponse:
     """Show the claim form, in a dialog or as a page; a good one starts a sandbox."""
     if request.method != "POST":
-        asked = {"template_id": request.GET["template"]} if "template" in request.GET else {}
+        given = {"template_id": "template", "snapshot_id": "snapshot"}
+        asked = {
+            field: request.GET[name] for field, name in given.items() if name in request.GET
+        }
         return _claim_form(request, ClaimForm(team=request.team, initial=asked))
     form = ClaimForm(request.POST, team=request.team)
     if not form.is_valid():
@@ -141,21 +143,6 @@ def sandbox_terminal(request: TeamRequest, sandbox_id: str) -> HttpResponse:
     sandbox = sandbox_or_404(request, sandbox_id)
     context = head_context(request, sandbox) | {"tab": "terminal"}
     return render(request, "sandboxes/terminal.html", context)
-
-
-@require_GET
-@permission_required("sandbox:read")
-def sandbox_history(request: TeamRequest, sandbox_id: str) -> HttpResponse:
-    """Show what was committed and when it ran."""
-    sandbox = sandbox_or_404(request, sandbox_id)
-    generations = sandbox.volume.generations.order_by("-number")[:HISTORY_SHOWN]
-    runs = sandbox.runs.select_related("host")[:HISTORY_SHOWN]
-    context = head_context(request, sandbox) | {
-        "tab": "history",
-        "generations": generations,
-        "runs": runs,
-    }
-    return render(request, "sandboxes/history.html", context)
 
 
 @require_http_methods(["GET", "POST"])
@@ -276,18 +263,6 @@ def _acted(request: TeamRequest, sandbox: Sandbox, said: str) -> HttpResponse:
     if request.GET.get("from") == "row":
         return toast(_row(request, fresh), said)
     return toast(render(request, "sandboxes/head.html", head_context(request, fresh)), said)
-
-
-@require_GET
-@permission_required("template:read")
-def template_list(request: TeamRequest) -> HttpResponse:
-    """Show what sandboxes can start from."""
-    templates = Template.objects.visible_to(request.team).select_related("generation")
-    context = {
-        "templates": templates.order_by("template_id", "team_id"),
-        "may": _rights(request),
-    }
-    return render(request, "sandboxes/templates.html", context)
 
 
 def head_context(request: TeamRequest, sandbox: Sandbox) -> dict[str, object]:
