@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import signal
 import stat
@@ -33,6 +34,9 @@ MAX_SESSIONS = 64
 
 # One request that takes longer is taken for a file system that leads fuse2fs in circles.
 REQUEST_LIMIT_S = 120
+
+# With more names than this, a directory is listed without attributes.
+LARGE_DIRECTORY = 5_000
 
 # The one thing that holds a piece of a file in memory.
 MAX_READ_BYTES = sftp.MAX_SFTP_READ_LEN
@@ -155,14 +159,21 @@ class ConfinedServer(asyncssh.SFTPServer):
         _apply(_fd(file_obj), attrs)
 
     async def scandir(self, path: bytes) -> AsyncIterator[asyncssh.SFTPName]:
+        """List a directory; a large one without attributes, which its client asks for.
+
+        fuse2fs looks a name up by reading the directory from its start, so to describe all
+        of them would take hours.
+        """
         for name in (b".", b".."):
             yield _entry(name, os.lstat(os.path.join(path, name)))
+        is_large = _is_large(path)
         with os.scandir(path) as entries:
             for entry in entries:
                 try:
-                    found = entry.stat(follow_symlinks=False)
+                    found = None if is_large else entry.stat(follow_symlinks=False)
                 except OSError:
-                    # One damaged inode does not hide its neighbours.
+                    found = None  # one damaged inode does not hide its neighbours
+                if found is None:
                     yield asyncssh.SFTPName(entry.name, entry.name, asyncssh.SFTPAttrs())
                 else:
                     yield _entry(entry.name, found)
@@ -206,6 +217,11 @@ class ConfinedServer(asyncssh.SFTPServer):
 
     def fstatvfs(self, file_obj: object) -> os.statvfs_result:
         return os.statvfs(_fd(file_obj))
+
+
+def _is_large(path: bytes) -> bool:
+    with os.scandir(path) as entries:
+        return next(itertools.islice(entries, LARGE_DIRECTORY, None), None) is not None
 
 
 def _open_flags(pflags: int) -> int:

@@ -11,8 +11,8 @@ import asyncio
 import posixpath
 import secrets
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -20,7 +20,7 @@ from typing import TypeVar
 import asyncssh
 from asyncssh import SFTPAttrs, SFTPClient
 
-from common.units import KiB, MiB
+from common.units import GiB, KiB, MiB
 from sandboxes.errors import (
     BadPath,
     BodyIncomplete,
@@ -37,20 +37,30 @@ from sandboxes.errors import (
 )
 from sandboxes.filenames import to_bytes, to_text
 
-MAX_FILE_BYTES = 100 * MiB
+MAX_FILE_BYTES = 16 * GiB
+# What is answered as JSON is held in memory, twice.
+MAX_JSON_FILE_BYTES = 100 * MiB
 MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255
 
 # One request of ours is answered by then, or the session is taken for dead. Reads of a
 # paused disk may wait for the object store.
 REQUEST_TIMEOUT_S = 60.0
+# A listing is as many requests as it is long.
+LIST_TIMEOUT_S = 300.0
 
 # Large enough that asyncssh keeps many requests on their way.
 PIECE_BYTES = 512 * KiB
 
-# What one listing carries; a directory with more is not browsed, but searched.
+# What one listing carries; a larger directory is read page by page.
 MAX_ENTRIES = 50_000
+MAX_PAGE = 10_000
+DEFAULT_PAGE = 1_000
 MAX_LINKS_READ = 1_000
+# The other side may list names alone, see `hosts.sftp_server`; so many are looked up for a
+# listing that is not paged.
+MAX_LOOKED_UP = 2_000
+UNKNOWN = ""
 AT_ONCE = 32
 
 # A tree that is deeper than this is a loop or an attack.
@@ -128,23 +138,72 @@ async def list_directory(sftp: SFTPClient, path: bytes) -> tuple[list[FileInfo],
     Raises:
         DirectoryMissing, PathNotDirectory, FilePermissionDenied, FilesLost
     """
+    entries: list[FileInfo] = []
+    is_cut = False
+    async with _directory(sftp, path) as found:
+        async for entry in found:
+            if len(entries) == MAX_ENTRIES:
+                is_cut = True
+                break
+            entries.append(entry)
+    entries.sort(key=lambda entry: entry.path)
+    if sum(entry.kind == UNKNOWN for entry in entries) > MAX_LOOKED_UP:
+        entries, is_cut = entries[:MAX_LOOKED_UP], True
+    return await _described(sftp, entries), is_cut
+
+
+async def list_page(
+    sftp: SFTPClient, path: bytes, *, limit: int, after: bytes | None
+) -> tuple[list[FileInfo], bytes | None]:
+    """Return the first entries by name that come after one, and that of the last if more do.
+
+    The name need not exist any more: pages neither miss nor repeat what stays. All names
+    are looked at for each page, and no more than two pages' worth is held.
+
+    Raises:
+        DirectoryMissing, PathNotDirectory, FilePermissionDenied, FilesLost
+    """
+    first: list[FileInfo] = []
+    after_path = None if after is None else posixpath.join(path, after)
+    bound: bytes | None = None
+    async with _directory(sftp, path) as found:
+        async for entry in found:
+            if after_path is not None and entry.path <= after_path:
+                continue
+            if bound is not None and entry.path > bound:
+                continue
+            first.append(entry)
+            if len(first) > 2 * limit:
+                first = _first(first, limit + 1)
+                bound = first[-1].path
+    first = _first(first, limit + 1)
+    page = await _described(sftp, first[:limit])
+    return page, page[-1].name if len(first) > limit else None
+
+
+def _first(entries: list[FileInfo], count: int) -> list[FileInfo]:
+    return sorted(entries, key=lambda entry: entry.path)[:count]
+
+
+@asynccontextmanager
+async def _directory(sftp: SFTPClient, path: bytes) -> AsyncIterator[AsyncIterator[FileInfo]]:
+    """Yield the entries of a directory as they come, without itself and the one above."""
     async with _request(path, missing=DirectoryMissing):
         attrs = await sftp.stat(path)
     if not _is(attrs, stat.S_ISDIR):
         raise PathNotDirectory(to_text(path))
-    entries: list[FileInfo] = []
-    is_cut = False
-    async with _request(path, missing=DirectoryMissing):
-        async for entry in sftp.scandir(path):
-            name = _as_bytes(entry.filename)
-            if name in (b".", b"..") or b"/" in name:
-                continue
-            if len(entries) == MAX_ENTRIES:
-                is_cut = True
-                break
-            entries.append(_info(posixpath.join(path, name), entry.attrs))
-    entries.sort(key=lambda entry: entry.path)
-    return await _with_targets(sftp, entries), is_cut
+    async with (
+        _request(path, missing=DirectoryMissing, timeout_s=LIST_TIMEOUT_S),
+        aclosing(_entries(sftp, path)) as found,
+    ):
+        yield found
+
+
+async def _entries(sftp: SFTPClient, path: bytes) -> AsyncGenerator[FileInfo, None]:
+    async for entry in sftp.scandir(path):
+        name = _as_bytes(entry.filename)
+        if name not in (b".", b"..") and b"/" not in name:
+            yield _info(posixpath.join(path, name), entry.attrs)
 
 
 async def open_file(sftp: SFTPClient, path: bytes) -> OpenedFile:
@@ -333,15 +392,12 @@ async def _delete_tree(sftp: SFTPClient, top: bytes) -> None:
 
 async def _delete_files_in(sftp: SFTPClient, directory: bytes) -> list[bytes]:
     """Delete all but the directories in a directory, and return those."""
-    files: list[bytes] = []
-    directories: list[bytes] = []
-    async with _request(directory, sftp=sftp):
-        async for entry in sftp.scandir(directory):
-            name = _as_bytes(entry.filename)
-            if name in (b".", b"..") or b"/" in name:
-                continue
-            found = directories if _is(entry.attrs, stat.S_ISDIR) else files
-            found.append(posixpath.join(directory, name))
+    async with _directory(sftp, directory) as found:
+        entries = [entry async for entry in found]
+    if any(entry.kind == UNKNOWN for entry in entries):
+        entries = await _described(sftp, entries)
+    directories = [entry.path for entry in entries if entry.kind == "dir"]
+    files = [entry.path for entry in entries if entry.kind != "dir"]
 
     async def delete(path: bytes) -> None:
         async with _request(path, sftp=sftp):
@@ -451,6 +507,24 @@ async def _stat_or_none(
         return None
 
 
+async def _described(sftp: SFTPClient, entries: list[FileInfo]) -> list[FileInfo]:
+    """Return the entries with what the listing did not say of them."""
+    unknown = [entry.path for entry in entries if entry.kind == UNKNOWN]
+    found: dict[bytes, FileInfo] = {}
+
+    async def look(path: bytes) -> None:
+        try:
+            async with _request(path):
+                attrs = await sftp.lstat(path)
+        except (FileMissing, FileOperationFailed):
+            # It is damaged, or it was just removed.
+            attrs = SFTPAttrs(permissions=stat.S_IFREG)
+        found[path] = _info(path, attrs)
+
+    await _each(look, unknown)
+    return await _with_targets(sftp, [found.get(entry.path, entry) for entry in entries])
+
+
 async def _with_targets(sftp: SFTPClient, entries: list[FileInfo]) -> list[FileInfo]:
     """Return the entries with the targets of their links, of the first many of them."""
     links = [entry.path for entry in entries if entry.kind == "symlink"][:MAX_LINKS_READ]
@@ -515,6 +589,8 @@ def _info(path: bytes, attrs: SFTPAttrs, link_target: bytes | None = None) -> Fi
 
 
 def _kind(attrs: SFTPAttrs) -> str:
+    if attrs.permissions is None:
+        return UNKNOWN
     if _is(attrs, stat.S_ISDIR):
         return "dir"
     # Clients know three kinds; devices, sockets and FIFOs are shown as files.
@@ -543,6 +619,7 @@ async def _request(
     *,
     missing: type[FileMissing] | type[DirectoryMissing] = FileMissing,
     sftp: SFTPClient | None = None,
+    timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> AsyncIterator[None]:
     """Bound the requests inside in time, and turn their errors into ours.
 
@@ -550,7 +627,7 @@ async def _request(
     of the path be no directory.
     """
     try:
-        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             yield
     except (asyncssh.SFTPNoSuchFile, asyncssh.SFTPNoSuchPath) as error:
         raise missing(to_text(path)) from error

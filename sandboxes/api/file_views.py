@@ -3,9 +3,10 @@
 import base64
 import re
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
+from asyncssh import SFTPClient
 from django.http import StreamingHttpResponse
 from django.http.response import HttpResponseBase
 from drf_spectacular.types import OpenApiTypes
@@ -26,6 +27,7 @@ from sandboxes.errors import BadPath, FileTooLarge
 from sandboxes.filenames import to_text
 
 READ_BODY_BYTES = 512 * 1024
+LIMIT = re.compile(r"[0-9]{1,6}", re.ASCII)
 GENERATION = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
@@ -162,20 +164,80 @@ class FileList(FileView):
 
     @extend_schema(
         summary="List a directory",
-        parameters=[schema.PATH, schema.GENERATION],
+        description=(
+            f"All of it, or its first {files.MAX_ENTRIES:,} entries and `truncated`. With "
+            "`limit` or `cursor` the entries come by name, a page at a time; `next_cursor` of "
+            "the answer is the `cursor` of the next page, and is missing from the last one."
+        ),
+        parameters=[
+            schema.PATH,
+            schema.GENERATION,
+            OpenApiParameter(
+                "limit", OpenApiTypes.INT, description=f"From 1 to {files.MAX_PAGE:,}."
+            ),
+            OpenApiParameter("cursor", OpenApiTypes.STR),
+        ],
         responses={200: schema.enveloped("FileList", schema.FileList())}
         | schema.refusals(400, 403, 404, 409, 503),
     )
     async def get(self, request: Request, sandbox_id: str) -> Response:
         path = await self.path(sandbox_id, default="/")
-        entries, is_cut = await with_files(
-            sandbox_id,
-            self.team,
-            lambda sftp: files.list_directory(sftp, path),
-            generation=self.generation(),
-        )
-        body: dict[str, Any] = {"entries": [info_body(entry) for entry in entries]}
-        return ok(body | ({"truncated": True} if is_cut else {}))
+        page = _page(self.query())
+
+        async def listed(sftp: SFTPClient) -> dict[str, Any]:
+            if page is None:
+                entries, is_cut = await files.list_directory(sftp, path)
+                return _listing(entries) | ({"truncated": True} if is_cut else {})
+            entries, last = await files.list_page(
+                sftp, path, limit=page.limit, after=page.after
+            )
+            return _listing(entries) | ({} if last is None else {"next_cursor": _cursor(last)})
+
+        body = await with_files(sandbox_id, self.team, listed, generation=self.generation())
+        return ok(body)
+
+
+class Page(NamedTuple):
+    """Which part of a listing is asked for."""
+
+    limit: int
+    after: bytes | None
+
+
+def _page(query: dict[str, str]) -> Page | None:
+    """Return the page that a request means, None where it means all.
+
+    Raises:
+        ValidationError: the limit is out of bounds, or the cursor is none of ours.
+    """
+    limit, cursor = query.get("limit"), query.get("cursor")
+    if limit is None and cursor is None:
+        return None
+    if limit is None:
+        count = files.DEFAULT_PAGE
+    elif LIMIT.fullmatch(limit) and 1 <= int(limit) <= files.MAX_PAGE:
+        count = int(limit)
+    else:
+        raise serializers.ValidationError({"limit": [f"It is from 1 to {files.MAX_PAGE}."]})
+    return Page(count, _name_of(cursor) if cursor else None)
+
+
+def _name_of(cursor: str) -> bytes:
+    try:
+        name = base64.urlsafe_b64decode(cursor.encode("ascii"))
+    except (ValueError, UnicodeEncodeError):
+        name = b""
+    if not name or len(name) > files.MAX_NAME_BYTES or b"/" in name or b"\0" in name:
+        raise serializers.ValidationError({"cursor": ["It is not from an earlier answer."]})
+    return name
+
+
+def _cursor(name: bytes) -> str:
+    return base64.urlsafe_b64encode(name).decode()
+
+
+def _listing(entries: list[files.FileInfo]) -> dict[str, Any]:
+    return {"entries": [info_body(entry) for entry in entries]}
 
 
 class FileMove(FileView):
@@ -226,8 +288,8 @@ async def _as_json(opened: files.OpenedFile) -> Response:
     content = bytearray()
     async for piece in opened.pieces:
         content += piece
-        if len(content) > files.MAX_FILE_BYTES:
-            raise FileTooLarge(files.MAX_FILE_BYTES)
+        if len(content) > files.MAX_JSON_FILE_BYTES:
+            raise FileTooLarge(files.MAX_JSON_FILE_BYTES)
     return ok({"content": base64.b64encode(content).decode(), "encoding": "base64"})
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import threading
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,59 @@ def test_a_listing_that_is_too_long_says_so(
 
     assert len(data["entries"]) == 5
     assert data["truncated"] is True
+
+
+def test_a_directory_is_listed_page_by_page(ask: Files, folder: Path) -> None:
+    for number in range(25):
+        (folder / f"{number:02}").touch()
+    os.mkdir(os.fsencode(folder) + b"/\xff")  # noqa: PTH102
+    (folder / "00-link").symlink_to("00")
+    pages: list[list[dict[str, Any]]] = []
+    query = {"path": str(folder), "limit": "10"}
+
+    while True:
+        data = ask("GET", "/list", params=query).json()["data"]
+        pages.append(data["entries"])
+        if "next_cursor" not in data:
+            break
+        query["cursor"] = data["next_cursor"]
+        # What goes away between two pages makes none of the rest go missing.
+        os.unlink(os.fsencode(folder) + b"/" + pages[-1][-1]["name"].encode())  # noqa: PTH108
+
+    names = [entry["name"] for page in pages for entry in page]
+    assert [len(page) for page in pages] == [10, 10, 7]
+    assert names == sorted(names)
+    assert names[:3] == ["00", "00-link", "01"]
+    assert pages[0][1]["link_target"] == "00"
+    assert pages[2][-1]["type"] == "dir"
+
+
+def test_a_page_may_be_the_whole(ask: Files, folder: Path) -> None:
+    for number in range(5):
+        (folder / str(number)).touch()
+
+    data = ask("GET", "/list", params={"path": str(folder), "limit": "5"}).json()["data"]
+    all_of_it = ask("GET", "/list", params={"path": str(folder)}).json()["data"]
+    beyond = ask(
+        "GET", "/list", params={"path": str(folder), "cursor": b64encode(b"zzz").decode()}
+    ).json()["data"]
+
+    assert data == all_of_it
+    assert beyond == {"entries": []}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [{"limit": text} for text in ("0", "-1", "10001", "x", "1e3", "٣", "9" * 30)]
+    + [{"cursor": text} for text in ("!", "é", "Lg", "AA==", "Lw==", "YWE" * 200)],
+)
+def test_a_page_that_is_none_is_refused(
+    ask: Files, folder: Path, query: dict[str, str]
+) -> None:
+    response = ask("GET", "/list", params={"path": str(folder)} | query)
+
+    assert response.status_code == 400
+    assert next(iter(query)) in response.text
 
 
 def test_the_hash_is_right_right_after_the_write(box: sandbox0.Sandbox, folder: Path) -> None:
