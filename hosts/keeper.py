@@ -11,6 +11,7 @@ It knows no database: what is to be done about a volume, `due` and `on_health` k
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,12 @@ ASK_AGAIN_S = (10.0, 10.0, 20.0, 40.0)
 
 SOON_ASK_AGAIN_S = (2.0, 5.0)
 """The same, while the log is long: its writer may be waiting."""
+
+LATE_S = 4.0
+"""Limits that are set anew later than this may have run out."""
+
+TOUCH_AGAIN_S = 5.0
+"""How long a disk whose storage daemon does not answer is left alone."""
 
 SILENT_TRIES = 2
 """So many commits must come to nothing before a user is told."""
@@ -81,8 +88,13 @@ class _Kept:
     """Not to be asked for before."""
     limits: Limits | None = None
     """What the storage daemon was told last; None: not known."""
+    held_rate: float = math.inf
+    """The lowest rate since waiting writes were last let go."""
     eased_until_ns: int = 0
+    limited_at: float = 0.0
     limited_at_ns: int = 0
+    touch_at: float = 0.0
+    """Its daemon did not answer: not to be tried before."""
     """Up to which change of the overlays the limits have counted."""
     health: str = ""
     told: str = ""
@@ -151,14 +163,22 @@ class Keeper:
             del self._kept[volume_id]
         for volume_id, one in looks.items():
             kept = self._kept.setdefault(volume_id, _Kept(one.root_key))
-            try:
-                self._pace(one, kept)
-                if one.layer_is_large:
-                    self._disks.renew_layer(volume_id)
-            except (Unavailable, NotAttached) as error:
-                log.info("volume %s is not paced: %s", volume_id, error)
+            if self._clock() >= kept.touch_at:
+                self._touch(one, kept)
             self._ask(one, kept)
             self._tell(one, kept)
+
+    def _touch(self, one: LogLook, kept: _Kept) -> None:
+        """Tell the disk's storage daemon what it must know."""
+        try:
+            self._pace(one, kept)
+            if one.layer_is_large:
+                self._disks.renew_layer(one.volume_id)
+        except (Unavailable, NotAttached) as error:
+            # It holds still for a read that waits for the store, say. Others are waiting.
+            log.info("volume %s is not paced: %s", one.volume_id, error)
+            kept.limits = None
+            kept.touch_at = self._clock() + TOUCH_AGAIN_S
 
     # -- commits --------------------------------------------------------------------------
 
@@ -195,13 +215,22 @@ class Keeper:
         limits = limits_for(one.log_bytes, self._disks.config.log_budget_bytes)
         if limits == kept.limits and not self._is_used(one, kept):
             return
-        if limits == NO_LIMITS and kept.limits is None:
-            kept.limits = limits  # as a daemon starts; but if a worker before us set some:
-            self._disks.limit_writes(one.volume_id, limits, release=True)
-            return
-        self._disks.limit_writes(one.volume_id, limits, release=_is_relief(kept.limits, limits))
+        now = self._clock()
+        release = limits not in (TRICKLE, STOP) and self._is_relief(limits, kept, now)
+        self._disks.limit_writes(one.volume_id, limits, release=release)
+        rate = limits.rate_bytes_per_s or math.inf
+        kept.held_rate = rate if release else min(rate, kept.held_rate)
         kept.limits = limits
+        kept.limited_at = now
         kept.limited_at_ns = one.written_at_ns
+
+    def _is_relief(self, limits: Limits, kept: _Kept, now: float) -> bool:
+        """Tell whether a write that was told to wait would now be told to wait much less."""
+        if kept.limits is None:  # a worker before us may have set any
+            return True
+        if kept.limits.burst_bytes_per_s and now - kept.limited_at >= LATE_S:
+            return True  # the burst may be over, and only the trickle left
+        return (limits.rate_bytes_per_s or math.inf) >= 2 * kept.held_rate
 
     def _is_used(self, one: LogLook, kept: _Kept) -> bool:
         # At the end of the budget they are not renewed: that would let a write through.
@@ -238,12 +267,3 @@ class Keeper:
             return f"{what}: {waiting}; writes wait until there is room."
         assert rate is not None
         return f"{what}: {waiting}; writes are slowed to {describe_bytes(rate)}/s."
-
-
-def _is_relief(before: Limits | None, after: Limits) -> bool:
-    """Tell whether a write that was told to wait would now be told to wait much less."""
-    if before is None or before == NO_LIMITS:
-        return before is None
-    if after == NO_LIMITS:
-        return True
-    return (after.rate_bytes_per_s or 0) >= 2 * (before.rate_bytes_per_s or 1)

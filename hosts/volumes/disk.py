@@ -32,7 +32,7 @@ from hosts.volumes.naming import ObjectName, parse_key
 from hosts.volumes.objects import ObjectStore, StoreConfig
 from hosts.volumes.pacing import DEFAULT_BUDGET_BYTES, FREE_SHARE, NO_LIMITS, Limits
 from hosts.volumes.qcow2 import open_overlay
-from hosts.volumes.qmp import Qmp, QmpRefused
+from hosts.volumes.qmp import TIMEOUT_S, Qmp, QmpRefused
 from hosts.volumes.start import RECORD_S
 from hosts.volumes.storage_daemon import StorageDaemon
 
@@ -337,10 +337,10 @@ class Disk:
             return False
         return found.st_blocks * 512 > self._config.layer_budget_bytes
 
-    def renew_layer(self) -> None:
+    def renew_layer(self, *, timeout_s: float) -> None:
         """Begin a layer anew that has become too large."""
         if self.layer_is_large():
-            with self.daemon.connect() as qmp:
+            with self.daemon.connect(timeout_s=timeout_s) as qmp:
                 self._reconcile(qmp)
 
     def _delete_strays(self) -> None:
@@ -355,8 +355,10 @@ class Disk:
 
     # -- pace -----------------------------------------------------------------------------
 
-    def limit_writes(self, limits: Limits, *, release: bool) -> None:
-        with self.daemon.connect() as qmp:
+    def limit_writes(
+        self, limits: Limits, *, release: bool, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        with self.daemon.connect(timeout_s=timeout_s) as qmp:
             self.daemon.limit_writes(qmp, limits, release=release)
 
     def ease(self, seconds: float) -> None:

@@ -69,6 +69,9 @@ LOCK_TIMEOUT_S = 300
 
 LOCK_POLL_S = 0.005
 
+SHORT_S = 1.0
+"""How long one who looks after all disks waits for one of them."""
+
 _STATE, _UPLOADS, _CUTS = "lock", "uploads.lock", "cuts.lock"
 
 _PATIENCE_S = 0
@@ -396,11 +399,13 @@ class Disks:
     def limit_writes(self, volume_id: UUID, limits: Limits, *, release: bool = False) -> None:
         """Hold a guest's writes back, or (`NO_LIMITS`, `release`) let all of them go.
 
+        It waits for nobody for long: the limits that are set hold meanwhile.
+
         Raises:
             NotAttached, DaemonFailed, DiskBusy: nothing may have changed.
         """
-        with self._held(volume_id) as disk:
-            disk.limit_writes(limits, release=release)
+        with self._held(volume_id, timeout_s=SHORT_S) as disk:
+            disk.limit_writes(limits, release=release, timeout_s=SHORT_S)
 
     def ease(self, volume_id: UUID) -> None:
         """Let all writes pass for the next minute, although the log may outgrow its budget.
@@ -415,9 +420,13 @@ class Disks:
             disk.ease(EASE_S)
 
     def renew_layer(self, volume_id: UUID) -> None:
-        """Begin the disk's layer anew if it has outgrown its budget."""
-        with self._held(volume_id) as disk:
-            disk.renew_layer()
+        """Begin the disk's layer anew if it has outgrown its budget.
+
+        Raises:
+            NotAttached, DaemonFailed, DiskBusy: it waits for nobody for long.
+        """
+        with self._held(volume_id, timeout_s=SHORT_S) as disk:
+            disk.renew_layer(timeout_s=SHORT_S)
 
     def attached(self) -> list[AttachedDisk]:
         """List the disks that this host has, served or not."""
@@ -463,9 +472,9 @@ class Disks:
         return Disk(self.config, volume_id, self._store, self._cache)
 
     @contextmanager
-    def _held(self, volume_id: UUID) -> Iterator[Disk]:
+    def _held(self, volume_id: UUID, *, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Disk]:
         """Hold a disk's state: one worker at a time, across threads and processes."""
-        with self._lock_file(volume_id, _STATE):
+        with self._lock_file(volume_id, _STATE, timeout_s=timeout_s):
             yield self._disk(volume_id)
 
     @contextmanager

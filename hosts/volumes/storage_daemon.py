@@ -27,7 +27,7 @@ from hosts.volumes.disk_state import DiskState
 from hosts.volumes.errors import DaemonFailed, NotAttached
 from hosts.volumes.failpoints import reach
 from hosts.volumes.pacing import Limits
-from hosts.volumes.qmp import Qmp, QmpRefused
+from hosts.volumes.qmp import TIMEOUT_S, Qmp, QmpRefused
 
 EXPORT_NAME = "disk"
 """What the NBD export of a disk is called."""
@@ -95,15 +95,19 @@ class StorageDaemon:
         """End it; it flushes first."""
         end_daemon(self._pidfile, grace_s=STOP_GRACE_S)
 
-    def connect(self) -> Qmp:
+    def connect(self, *, timeout_s: float = TIMEOUT_S) -> Qmp:
         """Open its monitor.
+
+        Args:
+            timeout_s: for each command. A change of nodes waits for reads under way, and
+                these for the object store.
 
         Raises:
             NotAttached: it does not run.
         """
         if not self.is_running():
             raise NotAttached("The disk's storage daemon does not run: attach it.")
-        return Qmp(self._run_dir / "qmp.sock")
+        return Qmp(self._run_dir / "qmp.sock", timeout_s=timeout_s)
 
     def reconcile(self, qmp: Qmp, state: DiskState, export_socket: Path) -> None:
         """Make the running daemon what the state file says, without stopping the guest."""
