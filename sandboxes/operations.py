@@ -31,7 +31,7 @@ from hosts.services import (
 )
 from hosts.volumes.commit import Commit
 from hosts.volumes.disks import AttachedDisk, DiskHealth
-from sandboxes import cuts, lifecycle
+from sandboxes import cuts, lifecycle, starts
 from sandboxes.errors import QuotaExceeded, WrongState
 from sandboxes.events import announce
 from sandboxes.guests import guest_spec, public_host_key
@@ -86,7 +86,7 @@ def _locked(sandbox_id: str, *states: State) -> Iterator[Sandbox | None]:
 
 def _read(sandbox_id: str) -> Sandbox:
     return Sandbox.objects.select_related(
-        "team", "host", "volume__head", "volume__attached_host"
+        "team", "host", "template__generation", "volume__head", "volume__attached_host"
     ).get(pk=sandbox_id)
 
 
@@ -128,7 +128,10 @@ def _boot(sandbox: Sandbox) -> None:
     with local.hypervisor() as hypervisor:
         _end_earlier_life(volume, sandbox.uuid, hypervisor)
         disk = local.disks().attach(
-            volume.pk, root_key=volume.head.root_key, epoch=volume.epoch
+            volume.pk,
+            root_key=volume.head.root_key,
+            epoch=volume.epoch,
+            start_blocks=starts.recording_for(sandbox),
         )
         hypervisor.start(guest_spec(sandbox, disk_socket=disk.socket))
         try:
@@ -302,7 +305,15 @@ def publisher(volume: Volume, kind: Generation.Kind) -> Callable[[Commit], None]
     """Return what moves the volume's head to a commit that was made under its epoch."""
 
     def publish(commit: Commit) -> None:
-        publish_commit(volume.pk, epoch=volume.epoch, kind=kind, commit=commit)
+        # Not with each commit in the background: it is as long as a small commit.
+        is_kept = kind in (Generation.Kind.PAUSE, Generation.Kind.CHECKPOINT)
+        publish_commit(
+            volume.pk,
+            epoch=volume.epoch,
+            kind=kind,
+            commit=commit,
+            start_blocks=starts.recording_of(volume) if is_kept else None,
+        )
         _count_gets(volume)
 
     return publish

@@ -24,7 +24,7 @@ from hosts.hypervisor import Hypervisor
 from hosts.models import Host, Volume
 from hosts.services import HostReport, record_heartbeat
 from hosts.volumes.disks import DiskHealth
-from sandboxes import lifecycle
+from sandboxes import lifecycle, starts
 from sandboxes.errors import WrongState
 from sandboxes.models import FileView, Sandbox
 from sandboxes.past_files import GONE
@@ -41,6 +41,9 @@ PINGS_AT_ONCE = 8
 # Written files are committed after this quiet; files that are only read stay open longer.
 FILES_QUIET = timedelta(seconds=1.5)
 FILES_IDLE = timedelta(seconds=45)
+# What a start reads is known after the first; after the second it will not be any more.
+START_READ = timedelta(seconds=35)
+START_UNKNOWN = timedelta(minutes=5)
 
 
 class FollowUp(NamedTuple):
@@ -58,6 +61,7 @@ class Watcher:
         self._heard_at: dict[UUID, float] = {}
         self._asked_at: dict[UUID, float] = {}
         self._stray_since: dict[UUID, float] = {}
+        self._learned: set[str] = set()
 
     def look(self) -> list[FollowUp]:
         """Look once; does nothing while another thread looks."""
@@ -90,13 +94,24 @@ class Watcher:
                 "team", "volume"
             )
         )
+        self._learned &= {sandbox.runtime_id for sandbox in running}
         silent = self._silent([s.uuid for s in running if s.uuid in guests])
         for sandbox in running:
             reason = _what_died(sandbox, guests, silent)
             if reason is None:
                 lifecycle.resume_billing(sandbox)
+                self._learn_start(sandbox)
             elif self._recover(sandbox, reason, hypervisor):
                 yield FollowUp("boot_sandbox", sandbox.id)
+
+    def _learn_start(self, sandbox: Sandbox) -> None:
+        """Keep what a start has read, once it is known."""
+        started_at = sandbox.started_at
+        if sandbox.runtime_id in self._learned or started_at is None:
+            return
+        age = timezone.now() - started_at
+        if age > START_READ and (starts.remember_start(sandbox) or age > START_UNKNOWN):
+            self._learned.add(sandbox.runtime_id)
 
     def _silent(self, uuids: list[UUID]) -> set[UUID]:
         """Return the guests whose agent has said nothing for too long."""

@@ -51,6 +51,7 @@ class FakeDisks:
         self.dead: set[UUID] = set()
         self.unexported: set[UUID] = set()
         """Dead ones of which only the export is."""
+        self.fetched_ahead: dict[UUID, bytes] = {}
         self._numbers = itertools.count(1)
 
     def attach(
@@ -72,6 +73,8 @@ class FakeDisks:
             disk = SimpleNamespace(root_key=root_key, epoch=epoch, writes=0)
         self.disks[volume_id] = disk
         self.dead.discard(volume_id)
+        if start_blocks is not None:
+            self.fetched_ahead[volume_id] = start_blocks
         return self._attached(volume_id)
 
     def _disk(self, volume_id: UUID, *, served: bool) -> SimpleNamespace:
