@@ -14,16 +14,18 @@ from django.utils import timezone
 
 from accounts.models import Team
 from billing.models import MeterInterval
-from billing.pricing import memory_cost
+from billing.pricing import memory_cost, storage_cost_of
+
+Meter = MeterInterval.Meter
 
 BEGINNING = datetime(2020, 1, 1, tzinfo=UTC)
 
-# Whole milliseconds of each interval that lie in the window, times its MiB.
+# Whole milliseconds of each interval that lie in the window, times its quantity.
 _USED = """
     SELECT subject_id,
            sum(quantity * floor(extract(epoch FROM
                least(coalesce(upper(period), %(now)s), %(until)s)
-               - greatest(lower(period), %(since)s)) * 1000)) AS mib_milliseconds
+               - greatest(lower(period), %(since)s)) * 1000)) AS quantity_milliseconds
     FROM billing_meterinterval
     WHERE meter = %(meter)s
       AND period && tstzrange(%(since)s, %(until)s)
@@ -36,7 +38,7 @@ _USED_BY_DAY = """
     SELECT day::date, subject_id,
            sum(quantity * floor(extract(epoch FROM
                least(coalesce(upper(period), %(now)s), %(until)s, day + interval '1 day')
-               - greatest(lower(period), %(since)s, day)) * 1000)) AS mib_milliseconds
+               - greatest(lower(period), %(since)s, day)) * 1000)) AS quantity_milliseconds
     FROM billing_meterinterval
     CROSS JOIN LATERAL generate_series(
         date_trunc('day', greatest(lower(period), %(since)s), 'UTC'),
@@ -52,8 +54,17 @@ _USED_BY_DAY = """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DayStorage:
+    """What a team stored on one day (UTC)."""
+
+    day: date
+    byte_milliseconds: int
+    cost: Decimal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DayUsage:
-    """What one subject used on one day (UTC)."""
+    """How much memory one subject held on one day (UTC)."""
 
     day: date
     subject_id: str
@@ -64,7 +75,7 @@ class DayUsage:
 def cost_of(
     subject_ids: Iterable[str], *, since: datetime | None = None, until: datetime | None = None
 ) -> dict[str, Decimal]:
-    """Return the cost in dollars of each subject, zero included."""
+    """Return what each subject's memory cost, in dollars, zero included."""
     ids = list(subject_ids)
     if not ids:
         return {}
@@ -72,6 +83,7 @@ def cost_of(
         _USED.format(scope="subject_id = ANY(%(ids)s)"),
         since=since,
         until=until,
+        meter=Meter.MEMORY,
         ids=ids,
     )
     used = {subject_id: int(amount) for subject_id, amount in rows}
@@ -79,16 +91,38 @@ def cost_of(
 
 
 def cost_of_team(team: Team, *, since: datetime, until: datetime) -> Decimal:
-    """Return what the team's running time in the window costs, in dollars."""
-    rows = _rows(
-        _USED.format(scope="team_id = %(team)s"), since=since, until=until, team=team.pk
+    """Return what the team's running time and stored data in the window cost, in dollars."""
+    memory, storage = (
+        sum(
+            int(amount)
+            for _, amount in _rows(
+                _USED.format(scope="team_id = %(team)s"),
+                since=since,
+                until=until,
+                meter=meter,
+                team=team.pk,
+            )
+        )
+        for meter in (Meter.MEMORY, Meter.STORAGE)
     )
-    return memory_cost(sum(int(amount) for _, amount in rows))
+    return memory_cost(memory) + storage_cost_of(storage)
+
+
+def storage_by_day(team: Team, *, since: datetime, until: datetime) -> list[DayStorage]:
+    """Return what the team stored by day, in order; days without are left out."""
+    rows = _rows(_USED_BY_DAY, since=since, until=until, meter=Meter.STORAGE, team=team.pk)
+    amounts: dict[date, int] = {}
+    for day, _, amount in rows:
+        amounts[day] = amounts.get(day, 0) + int(amount)
+    return [
+        DayStorage(day=day, byte_milliseconds=amount, cost=storage_cost_of(amount))
+        for day, amount in amounts.items()
+    ]
 
 
 def usage_by_day(team: Team, *, since: datetime, until: datetime) -> list[DayUsage]:
-    """Return the team's use by day and subject, in that order; unused days are left out."""
-    rows = _rows(_USED_BY_DAY, since=since, until=until, team=team.pk)
+    """Return the team's memory by day and subject, in that order; unused days are left out."""
+    rows = _rows(_USED_BY_DAY, since=since, until=until, meter=Meter.MEMORY, team=team.pk)
     return [
         DayUsage(
             day=day,
@@ -101,14 +135,19 @@ def usage_by_day(team: Team, *, since: datetime, until: datetime) -> list[DayUsa
 
 
 def _rows(
-    sql: str, *, since: datetime | None, until: datetime | None, **params: Any
+    sql: str,
+    *,
+    since: datetime | None,
+    until: datetime | None,
+    meter: MeterInterval.Meter,
+    **params: Any,
 ) -> list[tuple[Any, ...]]:
     now = timezone.now()
     params |= {
         "now": now,
         "since": since or BEGINNING,
         "until": until or now,
-        "meter": MeterInterval.Meter.MEMORY.value,
+        "meter": meter.value,
     }
     with connection.cursor() as cursor:
         cursor.execute(sql, params)

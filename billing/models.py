@@ -11,12 +11,14 @@ from accounts.models import Team
 class MeterInterval(models.Model):
     """A quantity of one meter that was held for a period; open while it has no end.
 
-    The subject is a name that a higher app chooses (a sandbox's id). No two intervals of
-    a subject and a meter can overlap, whatever raced or crashed: the database refuses it.
+    The subject is a name that a higher app chooses: a sandbox's id, a team's store. No two
+    intervals of a subject and a meter can overlap, whatever raced or crashed: the database
+    refuses it.
     """
 
     class Meter(models.TextChoices):
         MEMORY = "memory", "configured memory, in MiB"
+        STORAGE = "storage", "stored data, in bytes"
 
     team = models.ForeignKey(Team, models.PROTECT, related_name="meter_intervals")
     subject_id = models.CharField(max_length=80)

@@ -30,6 +30,11 @@ def storage_cost(byte_hours: int | Decimal) -> Decimal:
     return Decimal(byte_hours) * DOLLARS_PER_GIB_MONTH / (BYTES_PER_GIB * HOURS_PER_MONTH)
 
 
+def storage_cost_of(byte_milliseconds: int | Decimal) -> Decimal:
+    """Return the price in dollars of data that was stored for a time."""
+    return storage_cost(Decimal(byte_milliseconds) / MILLISECONDS_PER_HOUR)
+
+
 def memory_price_per_hour(memory_mib: int) -> Decimal:
     """Return what an hour of running costs, in dollars."""
     return memory_cost(memory_mib * MILLISECONDS_PER_HOUR)

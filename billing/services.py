@@ -53,6 +53,24 @@ def close_interval(*, subject_id: str, meter: MeterInterval.Meter, at: datetime)
         interval.save(update_fields=["period"])
 
 
+def set_quantity(
+    *, team: Team, subject_id: str, meter: MeterInterval.Meter, quantity: int, at: datetime
+) -> None:
+    """Bill another quantity from a moment on; none at all for 0. The same changes nothing."""
+    with transaction.atomic():
+        _take_turns(subject_id, meter)
+        is_open = MeterInterval.objects.filter(
+            subject_id=subject_id, meter=meter, period__upper_inf=True
+        )
+        if is_open.filter(team=team, quantity=quantity).exists():
+            return
+        close_interval(subject_id=subject_id, meter=meter, at=at)
+        if quantity:
+            open_interval(
+                team=team, subject_id=subject_id, meter=meter, quantity=quantity, at=at
+            )
+
+
 def _take_turns(subject_id: str, meter: MeterInterval.Meter) -> None:
     """Let one transaction at a time change the intervals of a subject's meter.
 

@@ -14,8 +14,9 @@ from dramatiq.errors import Retry
 from common.errors import Refused
 from common.queue import send_to
 from common.units import MINUTE
+from hosts import collection
 from hosts.errors import GuestBusy
-from sandboxes import operations, past_files
+from sandboxes import operations, past_files, storage
 from sandboxes.watch import Watcher
 
 HostActor = dramatiq.Actor[Any, Any]
@@ -26,6 +27,8 @@ TIME_LIMIT_MS = 60 * MINUTE * 1000
 RETRY: dict[str, Any] = {"max_retries": None, "min_backoff": 500, "max_backoff": 5_000}
 # A heartbeat that could not be taken in time is worth nothing; the next one is due.
 WATCH_MAX_AGE_MS = 6_000
+# So is a collection: another host may have been asked since.
+COLLECT_MAX_AGE_MS = 5 * MINUTE * 1000
 
 T = TypeVar("T")
 
@@ -109,3 +112,16 @@ def watch_host() -> None:
     """Beat the host's heart, and see to what died or was left over on it."""
     for actor_name, sandbox_id in _watcher.look():
         send(dramatiq.get_broker().get_actor(actor_name), operations.this_queue(), sandbox_id)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, max_age=COLLECT_MAX_AGE_MS, max_retries=0)
+def collect_store() -> None:
+    """Delete what no generation needs, on whichever host was asked; the next run goes on."""
+    collection.collect()
+    storage.meter_storage()
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, max_age=COLLECT_MAX_AGE_MS, max_retries=0)
+def sweep_orphans() -> None:
+    """Look for objects that no row knows."""
+    collection.sweep_orphans()

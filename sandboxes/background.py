@@ -23,6 +23,7 @@ from common.errors import Refused, Unavailable
 from hosts import local
 from hosts.keeper import Keeper
 from hosts.models import Generation, Volume
+from hosts.services import packs_to_rewrite
 from sandboxes import operations
 from sandboxes.events import announce
 from sandboxes.models import Sandbox
@@ -44,7 +45,9 @@ def commit_in_background(volume_id: UUID) -> bool:
         return False
     publish = operations.publisher(sandbox.volume, Generation.Kind.BACKGROUND)
     try:
-        commit = local.disks().checkpoint(volume_id, publish, background=True)
+        commit = local.disks().checkpoint(
+            volume_id, publish, background=True, rewrite=packs_to_rewrite(volume_id)
+        )
     except (Refused, Unavailable) as error:
         log.info("volume %s is not stored yet: %s", volume_id, error)
         return False

@@ -17,7 +17,7 @@ from billing.services import close_interval
 from common.errors import DomainError
 from common.queue import send_to
 from hosts.models import Host
-from sandboxes import actors, cuts, moments, services, snapshots
+from sandboxes import actors, cuts, moments, services, snapshots, storage
 from sandboxes.history import Thinner
 from sandboxes.host_loss import HostWatch, leave_host
 from sandboxes.models import Sandbox
@@ -31,6 +31,10 @@ State = Sandbox.State
 HINT_AFTER = timedelta(seconds=20)
 WATCH_EVERY_S = 2
 FORGET_EVERY_S = 3_600
+METER_EVERY_S = 60
+# What is deleted stops being billed when the collector finds it dead.
+COLLECT_EVERY_S = 300
+ORPHANS_EVERY_S = 24 * 3_600
 # A host that is silent for this long is billed for to no one.
 HOST_LOST_AFTER = timedelta(seconds=60)
 # One sweep looks at this many rows of a kind; the next second there is another sweep.
@@ -69,9 +73,12 @@ class Sweeper:
             (moments.forget_lost_views, 30.0),
             (self._thinner.step, 5.0),
             (services.forget_old_claims, FORGET_EVERY_S),
+            (storage.meter_storage, METER_EVERY_S),
+            (collect_store, COLLECT_EVERY_S),
+            (sweep_orphans, ORPHANS_EVERY_S),
         ):
             now = time.monotonic()
-            if now - self._done_at.get(step, -FORGET_EVERY_S) < every_s:
+            if now - self._done_at.get(step, -ORPHANS_EVERY_S) < every_s:
                 continue
             self._done_at[step] = now
             step()
@@ -134,6 +141,23 @@ def watch_hosts() -> None:
     """Ask each host's worker to look around, which is also its heartbeat."""
     for host in Host.objects.all():
         send_to(host.queue, actors.watch_host)
+
+
+def collect_store() -> None:
+    """Ask a host to collect what no generation needs."""
+    _ask_any_host(actors.collect_store)
+
+
+def sweep_orphans() -> None:
+    """Ask a host to look for objects that no row knows."""
+    _ask_any_host(actors.sweep_orphans)
+
+
+def _ask_any_host(actor: actors.HostActor) -> None:
+    """Send to a living host, another each time: one that hangs must not be asked for ever."""
+    host = Host.objects.alive().order_by("?").first()
+    if host is not None:
+        send_to(host.queue, actor)
 
 
 def close_orphaned_intervals() -> None:

@@ -1,6 +1,6 @@
 import csv
 import io
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from html import unescape
 
@@ -10,6 +10,7 @@ from django.test import Client
 
 from accounts.models import Membership, Role, Team, User
 from billing.models import MeterInterval
+from billing.services import set_quantity
 from billing.web.months import Month
 from tests.conftest import signed_in
 
@@ -116,7 +117,7 @@ def test_the_number_of_queries_does_not_grow(
             datetime(2025, 10, 3, tzinfo=UTC),
         )
 
-    with django_assert_max_num_queries(7):  # type: ignore[operator]
+    with django_assert_max_num_queries(9):  # type: ignore[operator]
         alices_browser.get("/usage/?month=2025-10")
 
 
@@ -124,3 +125,27 @@ def test_months_follow_each_other_over_the_year() -> None:
     assert str(Month(2026, 1).previous) == "2025-12"
     assert str(Month(2025, 12).next) == "2026-01"
     assert len(Month(2024, 2).days()) == 29
+
+
+def test_stored_data_is_on_the_page_and_in_the_csv(
+    alices_team: Team, alices_browser: Client
+) -> None:
+    since = datetime(2025, 10, 3, tzinfo=UTC)
+    for quantity, at in ((20 * 1024**3, since), (0, since + timedelta(hours=365))):
+        set_quantity(
+            team=alices_team,
+            subject_id=f"storage:{alices_team.pk}",
+            meter=MeterInterval.Meter.STORAGE,
+            quantity=quantity,
+            at=at,
+        )
+
+    page = alices_browser.get("/usage/?month=2025-10").content.decode()
+    assert "Data kept" in page
+    assert "$0.20" in page
+
+    response = alices_browser.get("/usage.csv?month=2025-10")
+    lines = list(csv.DictReader(io.StringIO(b"".join(response).decode())))
+    assert {line["meter"] for line in lines} == {"storage"}
+    total = sum(Decimal(line["cost_dollars"]) for line in lines)
+    assert round(total, 6) == Decimal("0.20")  # each line is rounded to a billionth
