@@ -18,9 +18,9 @@ from common.units import MiB
 from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK
 from hosts.volumes.errors import Corrupt
 
-_HEADER = struct.Struct(">4sIQIIQIIQQIIQQQQII")
-_MAGIC = b"QFI\xfb"
-_VERSION = 3
+HEADER = struct.Struct(">4sIQIIQIIQQIIQQQQII")
+MAGIC = b"QFI\xfb"
+VERSION = 3
 _DIRTY = 1
 """The one incompatible feature that we read through: only refcounts are affected."""
 
@@ -30,7 +30,9 @@ _L2 = struct.Struct(f">{_L2_ENTRIES}Q")
 L2_SPAN_BLOCKS = _L2_ENTRIES
 """Clusters that one L2 table maps: 512 MiB of the device."""
 
-_MAX_L1_BYTES = 32 * MiB
+_MAX_L1_BYTES = 2 * MiB
+"""Twice what the largest device needs, 64 TiB: nothing longer is read into memory."""
+
 _OFFSET_MASK = 0x00FF_FFFF_FFFF_FE00
 _COMPRESSED = 1 << 62
 _ZERO = 1
@@ -119,17 +121,19 @@ def open_overlay(path: Path) -> Iterator[Overlay]:
 
 
 def _read_header(fd: int) -> tuple[int, int, int]:
-    raw = os.pread(fd, _HEADER.size, 0)
-    if len(raw) != _HEADER.size or raw[:4] != _MAGIC:
+    raw = os.pread(fd, HEADER.size, 0)
+    if len(raw) != HEADER.size or raw[:4] != MAGIC:
         raise Corrupt("Not a qcow2 file.")
     (
         _, version, backing_at, _, cluster_bits, size_bytes, encryption, l1_entries, l1_at,
         _, _, snapshots, _, incompatible, _, _, _, _,
-    ) = _HEADER.unpack(raw)  # fmt: skip
-    if version != _VERSION or cluster_bits != CLUSTER_BITS:
+    ) = HEADER.unpack(raw)  # fmt: skip
+    if version != VERSION or cluster_bits != CLUSTER_BITS:
         raise Corrupt("An overlay has another version or cluster size than ours.")
     if backing_at or encryption or snapshots or incompatible & ~_DIRTY:
         raise Corrupt("An overlay uses features that ours never do.")
+    if l1_at % BLOCK_BYTES or l1_at > _OFFSET_MASK:
+        raise Corrupt("An overlay has its L1 table at an impossible offset.")
     needed = -(-size_bytes // (L2_SPAN_BLOCKS * BLOCK_BYTES))
     if not needed <= l1_entries <= _MAX_L1_BYTES // 8 or size_bytes % BLOCK_BYTES:
         raise Corrupt("An overlay's size and tables do not agree.")
