@@ -39,6 +39,16 @@ def test_an_aim_is_reached_up_to_its_very_ratio(value: float, is_reached: bool) 
     assert figure(value=value, baseline=20.0, aim=1.5).is_reached is is_reached
 
 
+@pytest.mark.parametrize(("value", "is_reached"), [(15.9, False), (16.0, True), (99.0, True)])
+def test_where_more_is_better_an_aim_is_reached_from_its_very_ratio(
+    value: float, is_reached: bool
+) -> None:
+    compared = figure(value=value, baseline=20.0, least=0.8)
+
+    assert compared.is_reached is is_reached
+    assert "≥ 0.8" in table([compared])
+
+
 def test_a_figure_without_an_aim_is_neither_reached_nor_missed() -> None:
     assert figure(baseline=20.0).is_reached is None
 

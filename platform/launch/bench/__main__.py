@@ -16,8 +16,9 @@ from sandbox0 import APIError
 from common.errors import Unavailable
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.store import S3ObjectStore
-from launch.bench import crash, lifecycle, round_trip
+from launch.bench import crash, lifecycle, round_trip, volumes
 from launch.bench.figures import Figure, table
+from launch.bench.rig import FULL, QUICK
 from launch.bench.s3_proxy import Faults
 from launch.bench.target import Target
 from launch.config import load
@@ -76,6 +77,11 @@ def _parser() -> argparse.ArgumentParser:
         "--faults", type=float, default=0.0, help="the share of store requests that go wrong"
     )
     crashes.set_defaults(measure=_on_the_store(_crash))
+
+    engine = benches.add_parser("volumes", help="the volume engine beside plain files and S3")
+    engine.add_argument("--only", choices=tuple(volumes.PARTS), action="append")
+    engine.add_argument("--quick", action="store_true", help="only see that it works")
+    engine.set_defaults(measure=_on_the_store(_volumes))
     return parser
 
 
@@ -160,6 +166,11 @@ def _round_trip(target: Target, options: argparse.Namespace) -> Generator[Figure
 def _crash(store: StoreConfig, options: argparse.Namespace) -> Generator[Figure, None, None]:
     faults = Faults(seed=options.seed, share=options.faults) if options.faults else None
     yield from crash.crash(store, runs=options.runs, seed=options.seed, faults=faults)
+
+
+def _volumes(store: StoreConfig, options: argparse.Namespace) -> Generator[Figure, None, None]:
+    parts = options.only or tuple(volumes.PARTS)
+    yield from volumes.volumes(store, parts, QUICK if options.quick else FULL)
 
 
 def _machine() -> str:

@@ -51,6 +51,7 @@ _KILL_WITHIN_S = 0.25
 _PATIENCE_S = 90
 
 CHECKPOINT, COMMIT, ATTACH, DETACH = "checkpoint", "commit", "attach", "detach"
+BACKGROUND = "background"
 
 
 class Broken(Exception):
@@ -105,7 +106,7 @@ def _operations(failpoint: str) -> tuple[str, ...]:
         return (COMMIT,)
     if head in {"attach", "detach"}:
         return (head,)
-    if head in {"rotate", "drop"}:
+    if head in {"rotate", "fold", "drop"}:
         return (CHECKPOINT,)
     return (CHECKPOINT, COMMIT) if head in {"commit", "publish"} else ()
 
@@ -201,9 +202,15 @@ class Life:
 
     def must(self, operation: str) -> None:
         """Carry out an operation that nothing hinders."""
-        ended = self.work(operation)
+        ended = self.work(self._kind_of(operation))
         if not ended.is_good:
             raise Broken(f"{operation} ended with {ended.status}: {ended.error}")
+
+    def _kind_of(self, operation: str) -> str:
+        """Commit a running disk by turns as for a snapshot and as in the background."""
+        if operation == CHECKPOINT and self.random.random() < 0.5:  # noqa: PLR2004
+            return BACKGROUND
+        return operation
 
     def attach(self) -> None:
         """Attach in a new epoch."""
@@ -295,7 +302,7 @@ class Life:
         if crash.failpoint:
             ended = self._crash_at(crash)
         else:
-            self.world.workers.start(self.site, crash.operation)
+            self.world.workers.start(self.site, self._kind_of(crash.operation))
             time.sleep(self.random.random() * _KILL_WITHIN_S)
             self._kill(crash.kills)
             ended = self.world.workers.wait()

@@ -195,6 +195,8 @@ def carry_out(site: Site, operation: str) -> None:
         disks.attach(volume_id, root_key=head.read()[1], epoch=site.epoch)
     elif operation == "checkpoint":
         disks.checkpoint(volume_id, publish)
+    elif operation == "background":
+        disks.checkpoint(volume_id, publish, background=True)
     elif operation == "commit":
         disks.commit(volume_id, publish)
     elif operation == "detach":

@@ -16,6 +16,7 @@ class Figure:
     Attributes:
         baseline: in the same unit; None where there is nothing to compare with.
         aim: the greatest ratio that is good enough.
+        least: the smallest ratio that is good enough, where more is better.
     """
 
     bench: str
@@ -24,6 +25,7 @@ class Figure:
     unit: str
     baseline: float | None = None
     aim: float | None = None
+    least: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -33,9 +35,10 @@ class Figure:
     @property
     def is_reached(self) -> bool | None:
         """Whether the ratio is within the aim; None where there is no aim."""
-        if self.aim is None or self.ratio is None:
+        if self.ratio is None or (self.aim is None and self.least is None):
             return None
-        return self.ratio <= self.aim
+        most = float("inf") if self.aim is None else self.aim
+        return (self.least or 0.0) <= self.ratio <= most
 
     def json_line(self, *, command: str, at: datetime) -> str:
         """Return the figure for a program to read."""
@@ -72,6 +75,8 @@ def spread(times: Sequence[float]) -> str:
 def _row(figure: Figure) -> tuple[str, ...]:
     ratio = NONE if figure.ratio is None else f"{figure.ratio:.4g}"
     aim = NONE if figure.aim is None else f"≤ {figure.aim:g}"
+    if figure.least is not None:
+        aim = f"≥ {figure.least:g}"
     if figure.is_reached is not None:
         aim += " ✓" if figure.is_reached else " ✗"
     baseline = _amount(figure.baseline, figure.unit)

@@ -50,15 +50,22 @@ class Faults:
     delay_s: float = 0.0
     """Added to every request."""
     done: Counter[str] = field(default_factory=Counter)
+    """How many requests there were, in all and of each method, and of each fault."""
+
+    @property
+    def count(self) -> int:
+        """How many requests met a fault."""
+        return sum(self.done[kind] for kind in FAULTS)
 
     def __post_init__(self) -> None:
         self._random = Random(self.seed)  # noqa: S311 - it must give the same again
         self._lock = threading.Lock()
 
-    def draw(self) -> tuple[str, float]:
+    def draw(self, method: str) -> tuple[str, float]:
         """Choose what is done to the next request, and a number between 0 and 1 for it."""
         with self._lock:
             self.done["requests"] += 1
+            self.done[method] += 1
             fault = "refuse" if self.is_gone else ""
             if not fault and self._random.random() < self.share:
                 fault = self._random.choice(self.kinds)
@@ -110,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         request = _Request(self.command, self.path, tuple(self.headers.items()), body)
-        fault, amount = server.faults.draw()
+        fault, amount = server.faults.draw(self.command)
         time.sleep(server.faults.delay_s)
         answer = self._carry_out(server, request, fault, amount)
         if answer is None:

@@ -164,27 +164,22 @@ class Ledger:
         self.position += 1
         for sector, history in self._history.items():
             content = read(sector)
-            if self._may_hold_anything(sector):
-                # Whatever came before is not told apart any more.
-                now = self.position
-                for one in history:
-                    one.answered_at = min(one.answered_at, now)
-                history.append(Write(0, sector, 1, not any(content), now, now, content))
+            matching = self._matching(sector, content)
+            if matching or not self._may_hold_anything(sector):
+                number, write, _ = self._versions(sector, content)[-1]
+                del history[number + 1 :]
+                write.answered_at = min(write.answered_at, self.position)
                 continue
-            number, write, _ = self._versions(sector, content)[-1]
-            del history[number + 1 :]
-            write.answered_at = min(write.answered_at, self.position)
+            now = self.position
+            for one in history:
+                one.answered_at = min(one.answered_at, now)
+            history.append(Write(0, sector, 1, not any(content), now, now, content))
         self.flushed_to = self.position
 
     def _versions(self, sector: int, content: bytes) -> list[tuple[int, Write, int]]:
         """List which of its writes a sector holds, and when the next one was answered."""
         history = self._history[sector]
-        if content == history[-1].content(sector):
-            found = [len(history) - 1]
-            if history[-1].is_zeros:
-                found = [n for n, write in enumerate(history) if write.is_zeros]
-        else:
-            found = [n for n, one in enumerate(history) if content == one.content(sector)]
+        found = self._matching(sector, content)
         if not found:
             past = ", ".join(map(str, history[-4:]))
             raise Inconsistent(
@@ -193,6 +188,15 @@ class Ledger:
             )
         ends = [write.answered_at for write in history[1:]] + [NEVER]
         return [(number, history[number], ends[number]) for number in found]
+
+    def _matching(self, sector: int, content: bytes) -> list[int]:
+        """List the places in a sector's history that say what it holds."""
+        history = self._history[sector]
+        if content == history[-1].content(sector):
+            if not history[-1].is_zeros:
+                return [len(history) - 1]
+            return [number for number, write in enumerate(history) if write.is_zeros]
+        return [n for n, write in enumerate(history) if content == write.content(sector)]
 
 
 def _common(
