@@ -34,12 +34,15 @@ from hosts.volumes.pacing import DEFAULT_BUDGET_BYTES, FREE_SHARE, NO_LIMITS, Li
 from hosts.volumes.qcow2 import open_overlay
 from hosts.volumes.qmp import TIMEOUT_S, Qmp, QmpRefused
 from hosts.volumes.start import RECORD_S
-from hosts.volumes.storage_daemon import StorageDaemon
+from hosts.volumes.storage_daemon import EXPORT_NAME, StorageDaemon
 
 MAX_CHAIN = 8
 """Overlays at most: while uploads fail, a checkpoint adds no more of them."""
 
 DEFAULT_LAYER_BUDGET_BYTES = 512 * MiB
+
+LAYER_ROOM = 2
+"""The local disk must have room for so many times a layer's budget for there to be one."""
 
 FRESH_NS = 0
 """The time of change of an overlay that nobody has written to: so a look at the file is
@@ -309,7 +312,7 @@ class Disk:
     def _begin_layer(self) -> None:
         """Have an empty layer from here on, or none when the host has none."""
         state = self._require()
-        if self._config.layer_budget_bytes:
+        if self._may_have_layer():
             path = self.daemon.layer_path(state.begin_layer())
             path.unlink(missing_ok=True)
             self._make_image(path)
@@ -321,21 +324,31 @@ class Disk:
         """Tell whether the layer must go: it may be wrong, or has become too large."""
         state = self._require()
         if state.layer is None:
-            return bool(self._config.layer_budget_bytes)
+            return self._may_have_layer()
         dropped = [n for n in self.daemon.overlays(qmp) if n < state.overlays[0]]
         if dropped and max(dropped) > state.folded:
             return True
         return not self.daemon.has_layer(qmp, state.layer) or self.layer_is_large()
 
     def layer_is_large(self) -> bool:
-        """Tell whether the layer has more than its budget."""
+        """Tell whether the layer has more than its budget, or than there is room for."""
         if self.state is None or self.state.layer is None:
             return False
         try:
             found = self.daemon.layer_path(self.state.layer).stat()
         except FileNotFoundError:
             return False
-        return found.st_blocks * 512 > self._config.layer_budget_bytes
+        is_large = found.st_blocks * 512 > self._config.layer_budget_bytes
+        return is_large or not self._may_have_layer()
+
+    def _may_have_layer(self) -> bool:
+        """Tell whether the host has layers, and room for this one.
+
+        A read whose copy finds no room is an error of the read.
+        """
+        budget_bytes = self._config.layer_budget_bytes
+        free = os.statvfs(self._overlay_dir)
+        return 0 < budget_bytes <= free.f_bavail * free.f_frsize // LAYER_ROOM
 
     def renew_layer(self, *, timeout_s: float) -> None:
         """Begin a layer anew that has become too large."""
@@ -411,6 +424,9 @@ class Disk:
         # All that takes time comes before the writer is held.
         self._make_overlay(state.next_overlay)
         self.daemon.prepare(qmp, state.next_overlay)
+        with suppress(DaemonFailed):  # shown as a file, it has no such export
+            # The cut flushes too, while everybody waits: leave it little to do.
+            layers.flush(self.daemon.socket, EXPORT_NAME)
         reach("rotate.prepared")
         try:
             with around_cut():

@@ -52,6 +52,19 @@ def fold(overlays: Sequence[Path], disk_socket: Path, export: str) -> None:
         raise DaemonFailed(f"A layer could not be written: {error}.") from error
 
 
+def flush(disk_socket: Path, export: str) -> None:
+    """Have what an export's daemon keeps in memory written out, beside its other users.
+
+    Raises:
+        DaemonFailed: it was not.
+    """
+    try:
+        with _Writer(disk_socket, export) as disk:
+            disk.flush()
+    except (OSError, struct.error) as error:
+        raise DaemonFailed(f"A disk could not be flushed: {error}.") from error
+
+
 def _fold_one(overlay: Overlay, layer: "_Writer") -> None:
     for table in sorted(overlay.tables):
         clusters = overlay.clusters(table)

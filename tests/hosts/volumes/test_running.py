@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -336,6 +337,28 @@ def test_a_host_without_layers_has_none_and_may_get_them_under_a_running_disk(
             assert host.disks.checkpoint(host.volume_id, host.publish) is not None
             assert len(layer_files(host)) == bool(layer)
             host.check(guest)
+
+
+def test_a_layer_gives_way_when_the_local_disk_fills_up(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        host.check(guest)
+        assert len(layer_files(host)) == 1
+        free = SimpleNamespace(f_bavail=1000 * MiB, f_frsize=1)
+        monkeypatch.setattr(os, "statvfs", lambda _: free)
+        Keeper(host.disks, due=lambda _: None).look()
+        assert layer_files(host) == []
+        host.write(guest, 0, os.urandom(MiB))
+        assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+        assert layer_files(host) == []
+        host.check(guest)
+        free.f_bavail *= 2
+        host.write(guest, MiB, os.urandom(MiB))
+        assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+        assert len(layer_files(host)) == 1
+        host.check(guest)
 
 
 # -- pace --------------------------------------------------------------------------------
