@@ -45,15 +45,15 @@ while :; do sleep 1000; done
 """
 
 
-def build_images(directory: Path) -> None:
-    """Fill the directory with a kernel, our initramfs and an empty toolkit."""
+def build_images(directory: Path, init: str = INIT) -> None:
+    """Fill the directory with a kernel, an initramfs of ours and an empty toolkit."""
     images = Path(settings.IMAGES_DIR)
     need(met=(images / "initrd.img").exists(), what="the platform's kernel and initramfs")
     (directory / "vmlinux").write_bytes((images / "vmlinux").read_bytes())
     (directory / "toolkit.squashfs").write_bytes(bytes(64 * 1024))
     with tempfile.TemporaryDirectory() as tree:
         _cpio(["-idm"], tree, (images / "initrd.img").read_bytes())
-        (Path(tree) / "init").write_text(INIT)
+        (Path(tree) / "init").write_text(init)
         (Path(tree) / "init").chmod(0o755)
         names = "\n".join(str(path.relative_to(tree)) for path in sorted(Path(tree).rglob("*")))
         packed = _cpio(["-o", "-H", "newc"], tree, names.encode())
