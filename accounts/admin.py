@@ -36,7 +36,15 @@ class UserAdmin(DjangoUserAdmin[User]):
 
 @admin.register(Team)
 class TeamAdmin(admin.ModelAdmin[Team]):
-    list_display = ("name", "slug", "owner", "running_limit", "paused_limit", "created_at")
+    list_display = (
+        "name",
+        "slug",
+        "owner",
+        "running_limit",
+        "paused_limit",
+        "disk_limit_bytes",
+        "created_at",
+    )
     list_filter = ("home_region_id", "created_at")
     list_select_related = ("owner",)
     search_fields = ("name", "slug", "id", "owner__email")

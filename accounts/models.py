@@ -86,6 +86,11 @@ class Team(models.Model):
     )
     running_limit = models.PositiveIntegerField(default=DEFAULT_RUNNING_LIMIT)
     paused_limit = models.PositiveIntegerField(default=DEFAULT_PAUSED_LIMIT)
+    disk_limit_bytes = models.PositiveBigIntegerField(
+        default=0,
+        db_default=0,
+        help_text="How large a sandbox's disk may become; 0 is as large as its template's.",
+    )
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     updated_at = models.DateTimeField(auto_now=True)
 

@@ -53,6 +53,7 @@ def guest_config(sandbox: Sandbox) -> dict[str, object]:
         "ssh_host_key": private,
         "authorized_keys": [settings.PLATFORM_PUBLIC_KEY],
         "env": sandbox.env_vars,
+        "disk_limit_bytes": sandbox.team.disk_limit_bytes,
         "generation": sandbox.runtime_generation,
         "boot_unix_s": timezone.now().timestamp(),
     }

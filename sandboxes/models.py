@@ -449,6 +449,26 @@ class FileView(models.Model):
         return f"{self.sandbox_id}: {self.generation_id}"
 
 
+class DiskSample(models.Model):
+    """How full a sandbox's disk was at a moment, see `sandboxes.disk_samples`."""
+
+    sandbox = models.ForeignKey(Sandbox, models.CASCADE, related_name="disk_samples")
+    measured_at = models.DateTimeField(default=timezone.now)
+    used_bytes = models.PositiveBigIntegerField()
+    size_bytes = models.PositiveBigIntegerField()
+    ceiling_bytes = models.PositiveBigIntegerField()
+    stored_bytes = models.PositiveBigIntegerField()
+
+    class Meta:
+        ordering = ("-measured_at", "-pk")
+        indexes = (
+            models.Index(fields=["sandbox", "-measured_at", "-id"], name="disk_sample_by_time"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.sandbox_id} {self.measured_at}"
+
+
 class ClaimRecord(models.Model):
     """A request that carried an Idempotency-Key: the same key finds what it made before."""
 

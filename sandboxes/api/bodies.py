@@ -10,6 +10,7 @@ from typing import Any
 
 from accounts.models import DEFAULT_PAUSED_LIMIT, DEFAULT_RUNNING_LIMIT, Team
 from hosts.volumes.blocks import BLOCK_BYTES
+from sandboxes.disk_samples import latest
 from sandboxes.history import Moment
 from sandboxes.models import Sandbox, Snapshot, Template
 from sandboxes.quantities import format_memory
@@ -65,10 +66,25 @@ def sandbox_body(sandbox: Sandbox, cost_usd: Decimal) -> dict[str, Any]:
             "user_id": str(sandbox.created_by_id) if sandbox.created_by_id else None,
             "parent_id": sandbox.parent_id,
             "snapshot_id": sandbox.snapshot_id,
+            "disk": disk_body(sandbox),
             "health": sandbox.health or None,
             "last_error": sandbox.last_error or None,
         }
     )
+
+
+def disk_body(sandbox: Sandbox) -> dict[str, Any] | None:
+    """Return how full the disk was when it was last measured; None before that."""
+    sample = latest(sandbox)
+    if sample is None:
+        return None
+    return {
+        "used_bytes": sample.used_bytes,
+        "size_bytes": sample.size_bytes,
+        "ceiling_bytes": sample.ceiling_bytes,
+        "stored_bytes": sample.stored_bytes,
+        "measured_at": instant(sample.measured_at),
+    }
 
 
 def storage_body(sandbox: Sandbox) -> dict[str, int]:

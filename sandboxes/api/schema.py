@@ -113,6 +113,14 @@ class StorageAnswer(serializers.Serializer[Any]):
     fetched_bytes = serializers.IntegerField(help_text="By the last start, until ready.")
 
 
+class DiskAnswer(serializers.Serializer[Any]):
+    used_bytes = serializers.IntegerField()
+    size_bytes = serializers.IntegerField(help_text="Of the file system; it grows by itself.")
+    ceiling_bytes = serializers.IntegerField(help_text="How large it may become.")
+    stored_bytes = serializers.IntegerField(help_text="What is kept of it, compressed.")
+    measured_at = serializers.DateTimeField()
+
+
 class SandboxAnswer(Summary, Runtime):
     team_id = serializers.CharField()
     user_id = serializers.CharField(required=False)
@@ -121,6 +129,7 @@ class SandboxAnswer(Summary, Runtime):
     services = serializers.ListField(child=serializers.JSONField())
     resources = ResourcesAnswer()
     storage = StorageAnswer()
+    disk = DiskAnswer(required=False, help_text="As last measured.")
     health = serializers.CharField(required=False)
     last_error = serializers.CharField(required=False)
     parent_id = serializers.CharField(required=False, help_text="What it was forked from.")
@@ -258,6 +267,8 @@ class FileInfo(serializers.Serializer[Any]):
 
 class FileList(serializers.Serializer[Any]):
     entries = FileInfo(many=True)
+    truncated = serializers.BooleanField(required=False, help_text="There are more.")
+    next_cursor = serializers.CharField(required=False, help_text="Of the next page.")
 
 
 class TemplateAnswer(serializers.Serializer[Any]):

@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from sandboxes.web import file_views, snapshot_views, views
+from sandboxes.web import disk_views, file_views, snapshot_views, views
 
 urlpatterns = [
     path("", views.home, name="home"),
@@ -22,6 +22,7 @@ urlpatterns = [
     path(
         "sandboxes/<str:sandbox_id>/settings/", views.sandbox_settings, name="sandbox-settings"
     ),
+    path("sandboxes/<str:sandbox_id>/disk/", disk_views.sandbox_disk, name="sandbox-disk"),
     path("sandboxes/<str:sandbox_id>/memory/", views.sandbox_memory, name="sandbox-memory"),
     path("sandboxes/<str:sandbox_id>/pause/", views.sandbox_pause, name="sandbox-pause"),
     path("sandboxes/<str:sandbox_id>/resume/", views.sandbox_resume, name="sandbox-resume"),
