@@ -195,10 +195,11 @@ class StorageDaemon:
         Raises:
             QmpRefused: the daemon was started by an earlier release, which had no limits.
         """
-        qmp.execute(
-            "qom-set", path=f"/objects/{_LIMITS}", property="limits", value=limits.as_qemu()
-        )
-        if release:
+        group = {"path": f"/objects/{_LIMITS}", "property": "limits"}
+        before = qmp.execute("qom-get", **group)
+        qmp.execute("qom-set", **group, value=limits.as_qemu())
+        # It holds all requests for a moment: not for nothing.
+        if release and (before["bps-write"] or before["iops-write"]):
             qmp.execute("blockdev-reopen", options=[_paced_options(_under_paced(qmp))])
 
     def has_written(self, qmp: Qmp, state: DiskState) -> bool:

@@ -21,6 +21,7 @@ from hosts.volumes.errors import StoreUnavailable
 from hosts.volumes.failpoints import VARIABLE
 from hosts.volumes.naming import parse_key
 from hosts.volumes.pacing import NO_LIMITS, STOP, Limits
+from hosts.volumes.qmp import Qmp
 from tests.hosts.volumes.conftest import Host
 from tests.hosts.volumes.nbd import Nbd
 from tests.s3 import seaweed
@@ -382,6 +383,26 @@ def test_a_write_waits_at_the_limit_and_is_let_go(host: Host) -> None:
         waits.join(5)
         assert not waits.is_alive()
         host.check(guest)
+
+
+def test_nobody_is_held_for_a_moment_to_be_told_that_there_are_no_limits(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.import_base()
+    commands: list[str] = []
+    execute = Qmp.execute
+
+    def note(self: Qmp, command: str, **arguments: object) -> object:
+        commands.append(command)
+        return execute(self, command, **arguments)
+
+    with host.attach():
+        monkeypatch.setattr(Qmp, "execute", note)
+        host.disks.limit_writes(host.volume_id, NO_LIMITS, release=True)
+        assert "blockdev-reopen" not in commands
+        host.disks.limit_writes(host.volume_id, STOP)
+        host.disks.limit_writes(host.volume_id, NO_LIMITS, release=True)
+        assert "blockdev-reopen" in commands
 
 
 def test_a_guest_that_is_brought_to_rest_is_not_held_back_meanwhile(host: Host) -> None:
