@@ -153,15 +153,15 @@ class PausedFiles:
 
     def last_used_at(self, volume_id: UUID) -> datetime | None:
         """Return when the last request began; None if there never was one."""
-        try:
-            modified = self._path(volume_id, "used").stat().st_mtime
-        except FileNotFoundError:
-            return None
-        return datetime.fromtimestamp(modified, UTC)
+        return _modified_at(self._path(volume_id, "used"))
 
     def is_dirty(self, volume_id: UUID) -> bool:
         """Tell whether there are changes, of this opening or before, that are not committed."""
         return self._marks(volume_id, "dirty") > self._stored_marks(volume_id)
+
+    def marked_at(self, volume_id: UUID) -> datetime | None:
+        """Return when the first change was made that may not be committed; None if none was."""
+        return _modified_at(self._path(volume_id, "dirty"))
 
     def is_unchanged(self, volume_id: UUID) -> bool:
         """Tell whether it is known that all changes are committed.
@@ -388,6 +388,13 @@ class PausedFiles:
         except (FileNotFoundError, ValueError):  # there is none, or it was never finished
             return None
         return int(pid) if _started(int(pid)) == started else None
+
+
+def _modified_at(path: Path) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except FileNotFoundError:
+        return None
 
 
 def _started(pid: int) -> str | None:

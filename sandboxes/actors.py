@@ -16,7 +16,7 @@ from common.queue import send_to
 from common.units import MINUTE
 from hosts import collection
 from hosts.errors import GuestBusy
-from sandboxes import operations, past_files, storage
+from sandboxes import file_commits, operations, past_files, storage
 from sandboxes.watch import Watcher
 
 HostActor = dramatiq.Actor[Any, Any]
@@ -93,6 +93,12 @@ def open_files(sandbox_id: str) -> None:
 def close_files(sandbox_id: str) -> None:
     """Commit what was written to a paused sandbox's files, and serve them no longer."""
     _alone(operations.close_files, sandbox_id)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+def commit_files(sandbox_id: str) -> None:
+    """Store what was written to a paused sandbox's files, which stay open."""
+    _alone(file_commits.commit_files, sandbox_id)
 
 
 @dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, max_retries=5, min_backoff=500)

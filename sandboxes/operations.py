@@ -521,7 +521,8 @@ def _end_files(sandbox: Sandbox) -> None:
         raise VolumeBusy(volume.pk, volume.attached_host_id)
     mark_files_ready(volume.pk, epoch=volume.epoch, at=None)
     _settle_files(volume)
-    _commit(volume, Generation.Kind.FILES)
+    if not local.paused_files().is_unchanged(volume.pk):
+        _commit(volume, Generation.Kind.FILES)
     local.paused_files().clear_dirty(volume.pk)
     detach_volume(volume.pk, epoch=volume.epoch)
     local.disks().detach(volume.pk, discard=True)

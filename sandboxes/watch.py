@@ -38,8 +38,10 @@ State = Sandbox.State
 SILENT_AGENT_S = 90
 PING_EVERY_S = 10
 PINGS_AT_ONCE = 8
-# Written files are committed after this quiet; files that are only read stay open longer.
+# What is written to files is stored after this quiet, or when it has waited long enough;
+# the files stay open for as long as somebody uses them.
 FILES_QUIET = timedelta(seconds=1.5)
+FILES_KEPT = timedelta(seconds=15)
 FILES_IDLE = timedelta(seconds=45)
 # What a start reads is known after the first; after the second it will not be any more.
 START_READ = timedelta(seconds=35)
@@ -218,7 +220,7 @@ def _answers(uuid: UUID) -> bool:
 
 
 def _see_to_files(host: Host) -> Iterator[FollowUp]:
-    """Close files that were written to and are quiet, that are idle, or are not wanted."""
+    """Store what was written to files; close those that are idle or not wanted."""
     opened = Sandbox.objects.filter(
         volume__attached_host=host, volume__attached_for=Volume.Purpose.FILES
     ).select_related("volume")
@@ -236,8 +238,19 @@ def _see_to_files(host: Host) -> Iterator[FollowUp]:
         else:
             used_at = files.last_used_at(volume.pk) or volume.files_ready_at
             idle = timezone.now() - used_at
-            if idle > (FILES_QUIET if files.is_dirty(volume.pk) else FILES_IDLE):
+            if _is_due(volume.pk, idle):
+                yield FollowUp("commit_files", sandbox.id)
+            elif idle > FILES_IDLE:
                 yield FollowUp("close_files", sandbox.id)
+
+
+def _is_due(volume_id: UUID, idle: timedelta) -> bool:
+    """Tell whether what was written to open files should be stored now."""
+    files = local.paused_files()
+    if not files.is_dirty(volume_id):
+        return False
+    marked_at = files.marked_at(volume_id)
+    return idle > FILES_QUIET or marked_at is None or timezone.now() - marked_at > FILES_KEPT
 
 
 def _see_to_views(host: Host) -> Iterator[FollowUp]:

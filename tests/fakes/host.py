@@ -18,6 +18,7 @@ from hosts import local
 from hosts.errors import GuestBusy
 from hosts.guest.channel import AgentSilent, AgentState
 from hosts.hypervisor import HypervisorConfig
+from hosts.paused_files import FilesUnavailable
 from hosts.volumes.commit import Commit
 from hosts.volumes.disks import AttachedDisk, Cut, DiskHealth, LogLook
 from hosts.volumes.errors import (
@@ -213,31 +214,60 @@ class FakeDisks:
 
 
 class FakePausedFiles:
+    """Files that are open or not, and how often they were changed and stored."""
+
     def __init__(self, disks: FakeDisks) -> None:
         self._disks = disks
         self.used_at: dict[UUID, datetime] = {}
+        self.known: dict[UUID, datetime] = {}
+        self.stored: dict[UUID, int] = {}
+        self.can_settle = True
 
     def warm(self) -> None:
         """There is nothing to load."""
 
     def open(self, volume_id: UUID, image: Path) -> Path:
-        self.used_at[volume_id] = datetime(2026, 1, 1, tzinfo=UTC)
+        self.used_at.setdefault(volume_id, datetime(2026, 1, 1, tzinfo=UTC))
+        self.known[volume_id] = self.used_at[volume_id]
         return Path("/nowhere/files.sock")
 
     def is_open(self, volume_id: UUID) -> bool:
         return volume_id in self.used_at
 
+    def opened(self) -> list[UUID]:
+        return list(self.used_at)
+
     def is_dirty(self, volume_id: UUID) -> bool:
-        return bool(self._disks.disks[volume_id].writes)
+        disk = self._disks.disks.get(volume_id)
+        return disk is not None and bool(disk.writes)
+
+    def is_unchanged(self, volume_id: UUID) -> bool:
+        return volume_id in self.known and not self.is_dirty(volume_id)
+
+    def marked_at(self, volume_id: UUID) -> datetime | None:
+        return self.known.get(volume_id)
 
     def last_used_at(self, volume_id: UUID) -> datetime | None:
-        return self.used_at[volume_id]
+        return self.used_at.get(volume_id) or self.known.get(volume_id)
+
+    @contextmanager
+    def settled(self, volume_id: UUID) -> Iterator[int]:
+        if volume_id not in self.used_at or not self.can_settle:
+            raise FilesUnavailable("The files cannot be held still.")
+        yield self._disks.disks[volume_id].writes
+
+    def note_stored(self, volume_id: UUID, marks: int) -> None:
+        self.stored[volume_id] = marks
 
     def clear_dirty(self, volume_id: UUID) -> None:
-        assert volume_id not in self.used_at
+        if volume_id in self.used_at:
+            raise FilesUnavailable("The volume's files are open.")
+        self.known.pop(volume_id, None)
 
     def close(self, volume_id: UUID) -> bool:
-        return self.used_at.pop(volume_id, None) is not None
+        """Tell whether the image is whole, which it is here."""
+        self.used_at.pop(volume_id, None)
+        return True
 
 
 class FakeHost:

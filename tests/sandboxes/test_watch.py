@@ -132,7 +132,7 @@ def test_written_files_are_committed_after_a_short_quiet(
     operations.open_files(paused.id)
     machine.disks.disks[paused.volume_id].writes = 1
 
-    assert Watcher().look() == [("close_files", paused.id)]
+    assert Watcher().look() == [("commit_files", paused.id)]
 
 
 def test_files_that_were_asked_for_and_not_opened_are_opened(

@@ -1,0 +1,66 @@
+"""Storing what was written to a paused sandbox's files, which stay open. Safe to repeat."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hosts import local
+from hosts.models import Generation, Volume
+from hosts.paused_files import FilesUnavailable
+from sandboxes import operations
+from sandboxes.events import announce
+from sandboxes.models import Sandbox
+
+log = logging.getLogger(__name__)
+
+
+def commit_files(sandbox_id: str) -> None:
+    """Make what was written a generation of its own.
+
+    Where the files cannot be held still for the cut they are closed, which stores it too.
+
+    Raises:
+        Unavailable: it is not all stored yet; the message comes again.
+    """
+    sandbox = _read(sandbox_id)
+    try:
+        with local.guest_lock(sandbox.uuid):
+            sandbox = _read(sandbox_id)
+            volume = sandbox.volume
+            if sandbox.state == Sandbox.State.PAUSED and _has_changes(volume):
+                _commit(volume)
+                announce(sandbox)
+    except FilesUnavailable as error:
+        log.info("the files of sandbox %s are closed to be stored: %s", sandbox_id, error)
+        operations.close_files(sandbox_id)
+
+
+def _read(sandbox_id: str) -> Sandbox:
+    related = ("volume__head", "volume__attached_host")
+    return Sandbox.objects.select_related(*related).get(pk=sandbox_id)
+
+
+def _has_changes(volume: Volume) -> bool:
+    if volume.attached_for != Volume.Purpose.FILES or not operations.holds(volume):
+        return False
+    files = local.paused_files()
+    return files.is_open(volume.pk) and files.is_dirty(volume.pk)
+
+
+def _commit(volume: Volume) -> None:
+    files = local.paused_files()
+    marks = 0
+
+    @contextmanager
+    def held_still() -> Iterator[None]:
+        nonlocal marks
+        with files.settled(volume.pk) as marks:
+            yield
+
+    local.disks().checkpoint(
+        volume.pk,
+        operations.publisher(volume, Generation.Kind.FILES),
+        around_cut=held_still,
+    )
+    # What is written from the cut on has marks of its own.
+    files.note_stored(volume.pk, marks)
