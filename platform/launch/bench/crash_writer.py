@@ -46,6 +46,10 @@ class Writer:
         self._stop.set()
         self._thread.join()
 
+    def cut_off(self) -> None:
+        """Hang up, whatever is in flight."""
+        self._nbd.hang_up()
+
     def await_writes(self, count: int, within_s: float = 60) -> bool:
         """Wait until so many more writes were sent; False if it ended, or stands still."""
         target = self._ledger.writes + count

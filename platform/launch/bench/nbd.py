@@ -6,6 +6,7 @@ Source: the NBD protocol, doc/proto.md of NetworkBlockDevice/nbd.
 import select
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -82,6 +83,11 @@ class Nbd:
 
     def close(self) -> None:
         self._socket.close()
+
+    def hang_up(self) -> None:
+        """End the connection under whoever waits for an answer, in another thread too."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _take(self, count: int) -> bytes:
         parts = bytearray()
