@@ -1,7 +1,8 @@
 """The host's one door: an SSH server that only the platform may enter.
 
     web ──SSH──▶ gate ──TCP──▶ a guest's sshd          (direct-tcpip, guests' addresses only)
-                   └──UNIX──▶ <files>/<volume>.sock     (subsystem sftp of a paused volume)
+                   ├──UNIX──▶ <files>/<volume>.sock     (subsystem sftp of a paused volume)
+                   └──UNIX──▶ <images>/<export>.sock    (subsystem image of an export)
 
 It runs as root beside the worker, so it does nothing else: no shell, no command, no other
 address, no forwarding of sockets, agents, X11 or listeners.
@@ -14,7 +15,7 @@ import logging
 import re
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address, IPv4Network
 from pathlib import Path
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 USER = "sandkeep"
 VOLUME_VARIABLE = "SANDKEEP_VOLUME"
+IMAGE_SUBSYSTEM = "image"
 GUEST_SSH_PORT = 22
 
 DIAL_TIMEOUT_S = (
@@ -49,7 +51,8 @@ _VOLUME_HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
 class GateConfig:
     """What a gate is told; nothing is read from the environment.
 
-    `files_dir` holds the sockets of paused volumes. The gateway is the host itself, so it
+    `files_dir` holds the sockets of paused volumes, `images_dir` those of exports, which
+    there are none of without it. The gateway is the host itself, so it
     is refused as a target; by default it is the subnet's first address.
     """
 
@@ -59,6 +62,7 @@ class GateConfig:
     platform_public_key: str
     guest_subnet: IPv4Network
     files_dir: Path
+    images_dir: Path | None = None
     guest_port: int = GUEST_SSH_PORT
     gateway: IPv4Address | None = None
     max_connections: int = 64
@@ -184,7 +188,11 @@ class _Door(asyncssh.SSHServer):
     def session_requested(self) -> asyncssh.SSHServerSession[bytes] | bool:
         if not self._take_channel():
             return False
-        return _FilesRelay(self._gate.config.files_dir, self._give_channel_back)
+        config = self._gate.config
+        folders = {"sftp": config.files_dir}
+        if config.images_dir is not None:
+            folders[IMAGE_SUBSYSTEM] = config.images_dir
+        return _SocketRelay(folders, self._give_channel_back)
 
     def connection_requested(
         self, dest_host: str, dest_port: int, orig_host: str, orig_port: int
@@ -238,12 +246,15 @@ class _Relay(asyncssh.SSHForwarder):
             self._on_close = None
 
 
-class _FilesRelay(_Relay, asyncssh.SSHServerSession[bytes]):
-    """A session that can be one thing only: SFTP on a paused volume, byte for byte."""
+class _SocketRelay(_Relay, asyncssh.SSHServerSession[bytes]):
+    """A session that leads, byte for byte, to a socket in the folder of its subsystem.
 
-    def __init__(self, files_dir: Path, on_close: Callable[[], None]) -> None:
+    That is SFTP on a paused volume, or an export.
+    """
+
+    def __init__(self, folders: Mapping[str, Path], on_close: Callable[[], None]) -> None:
         super().__init__(on_close)
-        self._files_dir = files_dir
+        self._folders = folders
         self._channel: asyncssh.SSHServerChannel[bytes] | None = None
         self._socket: socket.socket | None = None
         self._joining: asyncio.Task[None] | None = None
@@ -276,13 +287,14 @@ class _FilesRelay(_Relay, asyncssh.SSHServerSession[bytes]):
 
     def subsystem_requested(self, subsystem: str) -> bool:
         """Accept only what can be relayed now, so that the caller learns it at once."""
-        if subsystem != "sftp" or self._channel is None:
+        folder = self._folders.get(subsystem)
+        if folder is None or self._channel is None:
             return False
         volume_hex = self._channel.get_environment().get(VOLUME_VARIABLE, "")
         if not _VOLUME_HEX.fullmatch(volume_hex):
             return False
         # The name has no more than 32 hexadecimal digits in it, so it cannot leave the folder.
-        self._socket = _connected(self._files_dir / f"{volume_hex}.sock")
+        self._socket = _connected(folder / f"{volume_hex}.sock")
         return self._socket is not None
 
     def session_started(self) -> None:

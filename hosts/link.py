@@ -25,7 +25,13 @@ import asyncssh
 
 from common.errors import Unavailable
 from common.units import KiB
-from hosts.gate import ENCRYPTION_ALGS, KEEPALIVE_S, USER, VOLUME_VARIABLE
+from hosts.gate import (
+    ENCRYPTION_ALGS,
+    IMAGE_SUBSYSTEM,
+    KEEPALIVE_S,
+    USER,
+    VOLUME_VARIABLE,
+)
 from hosts.guest import protocol
 from hosts.guest.protocol import Frame, ProtocolError
 
@@ -134,6 +140,25 @@ class Links:
             return await _open_sftp(connection, {VOLUME_VARIABLE: volume_id.hex})
 
         return (await self._files.get((gate, volume_id), open_session)).client
+
+    async def image(
+        self, gate: GateEndpoint, export_id: UUID
+    ) -> tuple[asyncssh.SSHReader[bytes], asyncssh.SSHWriter[bytes]]:
+        """Open the stream of an export, which its host must have started. Close the writer.
+
+        Raises:
+            LinkDown: the gate cannot be reached, or there is no such export (yet).
+        """
+        connection = await self._gate(gate)
+        with _translated("the image cannot be reached"):
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                writer, reader, _ = await connection.ssh.open_session(
+                    subsystem=IMAGE_SUBSYSTEM,
+                    env={VOLUME_VARIABLE: export_id.hex},
+                    encoding=None,
+                    window=STREAM_WINDOW_BYTES,
+                )
+        return reader, writer
 
     async def connection(self, endpoint: GuestEndpoint) -> _Connection:
         """Return a live connection to the guest's sshd, made once however many ask."""

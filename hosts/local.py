@@ -14,6 +14,7 @@ from django.conf import settings
 
 from hosts.errors import GuestBusy
 from hosts.hypervisor import Accelerator, Hypervisor, HypervisorConfig
+from hosts.image_exports import ExportsConfig, ImageExports
 from hosts.keys import DatabaseKeys
 from hosts.libvirt_driver import LibvirtHypervisor
 from hosts.models import Host
@@ -76,6 +77,18 @@ def paused_files() -> PausedFiles:
         PausedFilesConfig(
             files_dir=settings.RUN_DIR / "files",
             log_file=settings.STATE_DIR / "log" / "paused-files.log",
+        )
+    )
+
+
+@cache
+def image_exports() -> ImageExports:
+    """Return what sends disks of this host's as files."""
+    return ImageExports(
+        ExportsConfig(
+            images_dir=settings.RUN_DIR / "images",
+            store=store_config(),
+            user=settings.DISK_USER or None,
         )
     )
 

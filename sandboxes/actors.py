@@ -16,7 +16,7 @@ from common.queue import send_to
 from common.units import MINUTE
 from hosts import collection
 from hosts.errors import GuestBusy
-from sandboxes import file_commits, operations, past_files, storage
+from sandboxes import exporting, file_commits, operations, past_files, storage
 from sandboxes.watch import Watcher
 
 HostActor = dramatiq.Actor[Any, Any]
@@ -111,6 +111,12 @@ def open_view(view_id: str) -> None:
 def close_view(view_id: str) -> None:
     """Serve the files of a moment no longer."""
     _alone(past_files.close_view, view_id)
+
+
+@dramatiq.actor(time_limit=5 * MINUTE * 1000, throws=Refused, max_retries=5, min_backoff=500)
+def serve_image(cut_id: str) -> None:
+    """Send the disk of a finished cut as a file to whoever asked for it."""
+    exporting.serve_image(cut_id)
 
 
 @dramatiq.actor(time_limit=MINUTE * 1000, max_age=WATCH_MAX_AGE_MS, max_retries=0)

@@ -261,6 +261,18 @@ class Fork(ExecutionState):
     consistency = _consistency()
 
 
+class ExportQuery(serializers.Serializer[Any]):
+    """The query of an export."""
+
+    generation = serializers.IntegerField(
+        min_value=0,
+        max_value=2**31 - 1,
+        required=False,
+        help_text="A moment of the history, instead of now.",
+    )
+    consistency = _consistency()
+
+
 class Rebase(StrictSerializer):
     """A move onto another base image."""
 

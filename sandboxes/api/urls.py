@@ -5,6 +5,7 @@ from django.urls import path
 from sandboxes.api import (
     context_views,
     file_views,
+    image_views,
     quota_views,
     sandbox_views,
     snapshot_views,
@@ -27,6 +28,8 @@ urlpatterns = [
     path(f"{SANDBOX}/rootfs/rebase", snapshot_views.SandboxRebase.as_view()),
     path(f"{SANDBOX}/fork", snapshot_views.SandboxFork.as_view()),
     path(f"{SANDBOX}/history", snapshot_views.SandboxHistory.as_view()),
+    path(f"{SANDBOX}/export.qcow2", image_views.SandboxExport.as_view()),
+    path(f"{SNAPSHOT}/export.qcow2", image_views.SnapshotExport.as_view()),
     path(SNAPSHOT, snapshot_views.SnapshotDetail.as_view()),
     path(f"{SANDBOX}/contexts", context_views.ContextList.as_view()),
     path(CONTEXT, context_views.ContextDetail.as_view()),

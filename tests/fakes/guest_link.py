@@ -131,6 +131,8 @@ class LocalGuest:
         key_file.write_bytes(self._gate_key.export_private_key())
         files_dir = self._folder / "files"
         files_dir.mkdir()
+        self.images_dir = self._folder / "images"
+        self.images_dir.mkdir()
         self._gate = Gate(
             GateConfig(
                 host="127.0.0.1",
@@ -139,6 +141,7 @@ class LocalGuest:
                 platform_public_key=self.platform_key.export_public_key().decode(),
                 guest_subnet=IPv4Network("127.0.0.0/8"),
                 files_dir=files_dir,
+                images_dir=self.images_dir,
                 guest_port=self._guest_port,
             )
         )

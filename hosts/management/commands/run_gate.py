@@ -26,6 +26,7 @@ class Command(BaseCommand):
                     platform_public_key=settings.PLATFORM_PUBLIC_KEY,
                     guest_subnet=IPv4Network(settings.GUEST_SUBNET),
                     files_dir=Path(settings.RUN_DIR) / "files",
+                    images_dir=Path(settings.RUN_DIR) / "images",
                 )
             )
         )

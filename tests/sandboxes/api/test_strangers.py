@@ -58,6 +58,7 @@ SANDBOX_ROUTES: list[tuple[str, str, Any, str]] = [
     ("sandboxes/{id}/rootfs/rebase", "put", REBASE, "sandbox:write"),
     ("sandboxes/{id}/fork", "post", {}, "sandbox:create"),
     ("sandboxes/{id}/history", "get", None, "sandbox:read"),
+    ("sandboxes/{id}/export.qcow2", "get", None, "sandbox:read"),
 ]
 OTHER_ROUTES: list[tuple[str, str, Any, str]] = [
     ("sandboxes", "get", None, "sandbox:read"),
@@ -68,6 +69,7 @@ OTHER_ROUTES: list[tuple[str, str, Any, str]] = [
     ("templates/from-sandbox", "post", FROM_SANDBOX, "template:create"),
     (SNAPSHOT, "get", None, "sandbox:read"),
     (SNAPSHOT, "delete", None, "sandbox:write"),
+    (f"{SNAPSHOT}/export.qcow2", "get", None, "sandbox:read"),
     ("quotas", "get", None, "quota:read"),
     ("quotas/active_sandboxes", "get", None, "quota:read"),
 ]
