@@ -407,20 +407,21 @@ class Disk:
         is_all = len(state.overlays) < MAX_CHAIN
         if leftovers_first and len(state.overlays) > 1:
             is_all = False
-        if is_all:
-            if around_cut is not nullcontext:
-                self.ease(EASE_S)
-            try:
-                with self.daemon.connect() as qmp:
+        if is_all and around_cut is not nullcontext:
+            self.ease(EASE_S)
+        try:
+            with self.daemon.connect() as qmp:
+                # What is recorded as frozen may still be written to.
+                self._reconcile(qmp)
+                if is_all:
                     self._cut(qmp, around_cut)
-            finally:
-                self.end_ease()
+        finally:
+            self.end_ease()
         frozen = state.overlays[:-1]
         return Frozen(frozen[-1] if frozen else None, is_all, state.root_key)
 
     def _cut(self, qmp: Qmp, around_cut: AroundCut) -> None:
         state = self._require()
-        self._reconcile(qmp)
         # All that takes time comes before the writer is held.
         self._make_overlay(state.next_overlay)
         self.daemon.prepare(qmp, state.next_overlay)
@@ -428,31 +429,34 @@ class Disk:
             # The cut flushes too, while everybody waits: leave it little to do.
             layers.flush(self.daemon.socket, EXPORT_NAME)
         reach("rotate.prepared")
-        try:
-            with around_cut():
-                if self._active_has_written(qmp):
-                    self._rotate(qmp)
-        except BaseException:
-            with suppress(DaemonFailed):
-                self._reconcile(qmp)
-            raise
-        self._reconcile(qmp)
-
-    def _rotate(self, qmp: Qmp) -> None:
-        state = self._require()
+        active = state.active
         state.add_overlay()
         self._save()
         reach("rotate.recorded")
-        self.daemon.reconcile(qmp, state, self.export.socket)
+        try:
+            with around_cut():
+                if self._may_hold(qmp, active):
+                    self.daemon.rotate(qmp, state)
+        except BaseException:
+            with suppress(DaemonFailed):  # whoever calls next goes on from what is recorded
+                self._end_cut(qmp, active)
+            raise
+        self._end_cut(qmp, active)
 
-    def _active_has_written(self, qmp: Qmp) -> bool:
-        """Tell whether the active overlay can hold anything at all."""
-        state = self._require()
-        if self.daemon.has_written(qmp, state):
+    def _end_cut(self, qmp: Qmp, active: int) -> None:
+        """Take back what was recorded for a cut, where there was none."""
+        if self.daemon.written(qmp) == active:
+            self._require().take_back_overlay()
+            self._save()
+        self._reconcile(qmp)
+
+    def _may_hold(self, qmp: Qmp, number: int) -> bool:
+        """Tell whether the overlay that writes go to can hold anything at all."""
+        if self.daemon.has_written(qmp, number):
             return True
         # A discard may be in the daemon's memory alone.
-        self.daemon.flush(qmp, state)
-        return self._has_clusters(state.active)
+        self.daemon.flush(qmp, self._require(), number)
+        return self._has_clusters(number)
 
     def _has_clusters(self, number: int) -> bool:
         path = self.daemon.overlay_path(number)
@@ -565,7 +569,7 @@ class Disk:
         state = self._require()
         if state.overlays and self.daemon.is_running():
             with self.daemon.connect() as qmp:
-                if self._active_has_written(qmp):
+                if self._may_hold(qmp, state.active):
                     return True
         return any(self._has_clusters(number) for number in state.overlays)
 

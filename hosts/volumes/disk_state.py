@@ -75,6 +75,10 @@ class DiskState:
         self.next_overlay += 1
         return number
 
+    def take_back_overlay(self) -> None:
+        """Undo `add_overlay`: nobody has written to the new one."""
+        self.overlays.pop()
+
     def begin_layer(self) -> int:
         """Read through a new, empty layer from now on."""
         self.layer = self.next_layer

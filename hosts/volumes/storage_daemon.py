@@ -152,12 +152,30 @@ class StorageDaemon:
         if exported is None:
             top = _PACED if _PACED in nodes else active
             qmp.execute("block-export-add", **_nbd_export(top))
-            exported = top
-        written = _under_paced(qmp) if exported == _PACED else exported
-        if written != active:
+        self.rotate(qmp, state)
+
+    def rotate(self, qmp: Qmp, state: DiskState) -> None:
+        """Let writes go to the overlay that the state file has on top, which is known here."""
+        written = self.written(qmp)
+        if written != state.active:
             # Flushes and freezes the old overlay, tables included, before it goes on.
-            qmp.execute("blockdev-snapshot", node=written, overlay=active)
+            qmp.execute(
+                "blockdev-snapshot",
+                node=f"overlay-{written}",
+                overlay=f"overlay-{state.active}",
+            )
             reach("rotate.done")
+
+    def written(self, qmp: Qmp) -> int:
+        """Number the overlay that writes go to."""
+        exports = _exports(qmp)
+        node = exports.get(_FUSE) or exports.get(_NBD) or ""
+        if node == _PACED:
+            node = _under_paced(qmp)
+        kind, _, number = node.partition("-")
+        if kind != "overlay":
+            raise DaemonFailed("A storage daemon exports no overlay.")
+        return int(number)
 
     def overlays(self, qmp: Qmp) -> set[int]:
         """List the overlays that the running daemon knows."""
@@ -202,23 +220,23 @@ class StorageDaemon:
         if release and (before["bps-write"] or before["iops-write"]):
             qmp.execute("blockdev-reopen", options=[_paced_options(_under_paced(qmp))])
 
-    def has_written(self, qmp: Qmp, state: DiskState) -> bool:
-        """Tell whether anything was written to the active overlay by this daemon.
+    def has_written(self, qmp: Qmp, number: int) -> bool:
+        """Tell whether anything was written to an overlay by this daemon.
 
         Asked of the daemon: what it has not flushed is in no table on disk yet. A discard
         alone leaves no trace here.
         """
         for stats in qmp.execute("query-blockstats", query_nodes=True):
-            if stats.get("node-name") == f"overlay-{state.active}":
+            if stats.get("node-name") == f"overlay-{number}":
                 return bool(stats["stats"]["wr_highest_offset"])
         return False
 
-    def flush(self, qmp: Qmp, state: DiskState) -> None:
-        """Have the active overlay's tables written to its file.
+    def flush(self, qmp: Qmp, state: DiskState, number: int) -> None:
+        """Have an overlay's tables written to its file.
 
         There is no command for that; a reopen begins with it, and here changes nothing.
         """
-        options = _overlay_options(state.active, self._below(state))
+        options = _overlay_options(number, _below(state, number))
         qmp.execute("blockdev-reopen", options=[options])
 
     def show_file(self, qmp: Qmp, state: DiskState, mountpoint: Path) -> None:
@@ -246,11 +264,6 @@ class StorageDaemon:
 
     def shows_file(self, qmp: Qmp) -> bool:
         return _FUSE in _exports(qmp)
-
-    def _below(self, state: DiskState) -> str:
-        """Name the node under the active overlay."""
-        lower = state.overlays[:-1]
-        return f"overlay-{lower[-1]}" if lower else _lowest(state)
 
     def _base_options(self, state: DiskState, export_socket: Path) -> dict[str, Any]:
         return {
@@ -287,6 +300,12 @@ def _local_file(name: str, path: Path) -> dict[str, Any]:
         "aio": "native" if direct else "threads",
         "discard": "unmap",
     }
+
+
+def _below(state: DiskState, number: int) -> str:
+    """Name the node under an overlay."""
+    lower = [other for other in state.overlays if other < number]
+    return f"overlay-{lower[-1]}" if lower else _lowest(state)
 
 
 def _lowest(state: DiskState) -> str:

@@ -118,7 +118,7 @@ def test_a_writer_is_let_go_whatever_happens(
 
         notes.clear()
         host.write(guest, 0, b"written")
-        monkeypatch.setenv(VARIABLE, "rotate.recorded=fail")
+        monkeypatch.setenv(VARIABLE, "rotate.done=fail")
         with pytest.raises(StoreUnavailable):
             host.disks.checkpoint(host.volume_id, host.publish, around_cut=around_cut)
         assert notes == [("held", 2), ("let go", 2)]

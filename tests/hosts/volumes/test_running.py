@@ -148,6 +148,30 @@ def test_what_an_earlier_try_left_is_stored_before_anything_is_cut(
         host.check(guest)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_nothing_is_stored_that_is_still_written_to(
+    host: Host, monkeypatch: pytest.MonkeyPatch, *, background: bool
+) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        host.write(guest, 0, os.urandom(MiB))
+        monkeypatch.setenv(VARIABLE, "rotate.recorded=fail")
+        with pytest.raises(StoreUnavailable):
+            host.disks.checkpoint(host.volume_id, host.publish, background=background)
+        monkeypatch.delenv(VARIABLE)
+        host.write(guest, 2 * MiB, os.urandom(MiB))
+
+        def publish(commit: Commit) -> None:
+            host.write(guest, 4 * MiB, os.urandom(MiB))
+            host.publish(commit)
+
+        host.disks.checkpoint(host.volume_id, publish, background=background)
+        host.check(guest)
+    host.disks.commit(host.volume_id, host.publish)
+    with host.attach(2) as guest:
+        host.check(guest)
+
+
 def test_an_idle_disk_is_seen_to_be_idle_and_left_alone(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
