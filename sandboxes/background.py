@@ -24,7 +24,7 @@ from hosts import local
 from hosts.keeper import Keeper
 from hosts.models import Generation, Volume
 from hosts.services import packs_to_rewrite
-from sandboxes import operations
+from sandboxes import disk_samples, operations
 from sandboxes.events import announce
 from sandboxes.models import Sandbox
 
@@ -53,6 +53,7 @@ def commit_in_background(volume_id: UUID) -> bool:
         return False
     if commit is None:
         return False
+    disk_samples.record(sandbox)
     announce(sandbox)
     return True
 

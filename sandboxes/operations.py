@@ -31,7 +31,7 @@ from hosts.services import (
 )
 from hosts.volumes.commit import Commit
 from hosts.volumes.disks import AttachedDisk, DiskHealth
-from sandboxes import cuts, lifecycle, starts
+from sandboxes import cuts, disk_samples, lifecycle, starts
 from sandboxes.errors import QuotaExceeded, WrongState
 from sandboxes.events import announce
 from sandboxes.guests import guest_spec, public_host_key
@@ -246,6 +246,7 @@ def _stop_guest(sandbox: Sandbox) -> bool:
     with local.hypervisor() as hypervisor:
         if hypervisor.state(sandbox.uuid) is GuestState.MISSING:
             return True
+        disk_samples.record(sandbox, must=True)
         channel = AgentChannel(local.channel_path(sandbox.uuid))
         try:
             with suppress(Refused, Unavailable):

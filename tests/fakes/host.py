@@ -31,7 +31,7 @@ from hosts.volumes.errors import (
 from hosts.volumes.exports import Fetched
 from hosts.volumes.naming import ObjectName
 from hosts.volumes.pacing import Limits
-from sandboxes import operations, watch
+from sandboxes import disk_samples, operations, watch
 from tests.fakes.hypervisor import FakeHypervisor
 
 
@@ -280,7 +280,7 @@ class FakeHost:
         self.asked: list[tuple[str, UUID]] = []
         self.locked: set[UUID] = set()
 
-    def channel(self, path: Path) -> Any:
+    def channel(self, path: Path, **options: object) -> Any:
         uuid = UUID(path.parent.name)
 
         def ask(op: str) -> Callable[..., AgentState]:
@@ -292,8 +292,12 @@ class FakeHost:
 
             return answer
 
+        def stats() -> dict[str, Any]:
+            ask("stats")()
+            return {"disk_bytes": 4 << 30, "disk_free_bytes": 3 << 30, "device_bytes": 1 << 40}
+
         names = ("ping", "set_clock", "sync", "prepare_stop", "freeze", "thaw")
-        return SimpleNamespace(**{name: ask(name) for name in names})
+        return SimpleNamespace(stats=stats, **{name: ask(name) for name in names})
 
     @contextmanager
     def lock(self, uuid: UUID) -> Iterator[None]:
@@ -311,5 +315,5 @@ class FakeHost:
         monkeypatch.setattr(local, "hypervisor", fake_hypervisor)
         monkeypatch.setattr(local, "guest_lock", self.lock)
         monkeypatch.setattr(local, "device_file", lambda _: Path("/nowhere/device"))
-        for module in (operations, watch):
+        for module in (operations, watch, disk_samples):
             monkeypatch.setattr(module, "AgentChannel", self.channel)

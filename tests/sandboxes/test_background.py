@@ -6,7 +6,7 @@ from uuid import UUID, uuid4
 import pytest
 
 from hosts.models import Generation, Host, Volume
-from sandboxes import services
+from sandboxes import operations, services
 from sandboxes.background import BackgroundCommits, commit_in_background, tell_health
 from sandboxes.models import Sandbox
 from tests.fakes.host import FakeHost
@@ -27,6 +27,22 @@ def test_what_a_running_sandbox_wrote_becomes_its_head(
     assert head is not None
     assert (head.kind, head.volume_id) == (Generation.Kind.BACKGROUND, running.volume_id)
     assert not any(op == "freeze" for op, _ in machine.asked)
+
+
+def test_a_disk_is_measured_when_it_is_stored_and_before_it_sleeps(
+    machine: FakeHost, running: Sandbox
+) -> None:
+    write(machine, running)
+    commit_in_background(running.volume_id)
+    assert running.disk_samples.count() == 1
+
+    services.pause_sandbox(sandbox=running)
+    operations.pause(running.id)
+
+    sample = running.disk_samples.first()
+    assert running.disk_samples.count() == 2
+    assert sample is not None
+    assert (sample.used_bytes, sample.ceiling_bytes) == (1 << 30, 1 << 40)
 
 
 def test_nothing_is_committed_when_nothing_was_written(
