@@ -372,21 +372,30 @@ class Disks:
         """Look at the logs of all disks that are here, by their files alone."""
         looks = []
         for volume_id in self._volume_ids():
-            disk = self._disk(volume_id)
-            if disk.state is not None:
-                looks.append(
-                    LogLook(
-                        volume_id=volume_id,
-                        root_key=disk.state.root_key,
-                        is_served=disk.state.mountpoint is None and disk.daemon.is_running(),
-                        log_bytes=disk.log_bytes(),
-                        written_at_ns=disk.written_at_ns(),
-                        frozen=max(0, len(disk.state.overlays) - 1),
-                        layer_is_large=disk.layer_is_large(),
-                        eased_until_ns=disk.eased_until_ns(),
-                    )
-                )
+            try:
+                look = self._look(volume_id)
+            except (OSError, ValueError, TypeError) as error:
+                # It goes away just now, or its state file is spoilt: others are not.
+                log.warning("volume %s cannot be looked at: %s", volume_id, error)
+                continue
+            if look is not None:
+                looks.append(look)
         return looks
+
+    def _look(self, volume_id: UUID) -> LogLook | None:
+        disk = self._disk(volume_id)
+        if disk.state is None:
+            return None
+        return LogLook(
+            volume_id=volume_id,
+            root_key=disk.state.root_key,
+            is_served=disk.state.mountpoint is None and disk.daemon.is_running(),
+            log_bytes=disk.log_bytes(),
+            written_at_ns=disk.written_at_ns(),
+            frozen=max(0, len(disk.state.overlays) - 1),
+            layer_is_large=disk.layer_is_large(),
+            eased_until_ns=disk.eased_until_ns(),
+        )
 
     def is_uploading(self, volume_id: UUID) -> bool:
         """Look whether somebody stores frozen overlays of the disk at this moment."""

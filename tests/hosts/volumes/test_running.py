@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 
@@ -192,6 +193,15 @@ def test_an_idle_disk_is_seen_to_be_idle_and_left_alone(
         monkeypatch.setattr(Disk, "limit_writes", lambda *_, **__: pytest.fail("asked"))
         for _ in range(5):
             keeper.look()
+
+
+def test_a_disk_that_cannot_be_looked_at_hides_no_other(host: Host) -> None:
+    host.import_base()
+    spoilt = host.config.state_dir / "overlays" / uuid4().hex
+    spoilt.mkdir()
+    (spoilt / "state.json").write_text('{"volume": ')
+    with host.attach():
+        assert [look.volume_id for look in host.disks.look()] == [host.volume_id]
 
 
 def test_an_upload_is_seen_from_outside(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
