@@ -145,7 +145,8 @@ class Hurried:
                 sent[nbd.submit(WRITE, at, len(body), body)] = sent_at
                 at = (at + len(body)) % (self._size_bytes - self._write_bytes)
                 at -= at % self._write_bytes
-                self._reap(nbd, sent, leave=self._depth - 1)
+                # An answer that is left lying while it sleeps would seem to come late.
+                self._reap(nbd, sent, leave=0 if self._pace else self._depth - 1)
             self._reap(nbd, sent, leave=0)
 
     def _wait(self) -> None:
