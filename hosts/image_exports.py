@@ -1,8 +1,10 @@
-"""Starting what sends a generation as a file, on this host: one process for each download.
+"""Starting what sends disks as files, and takes images in: a process for each.
 
-    web ──SSH──▶ gate ──UNIX──▶ <run dir>/images/<id>.sock ── hosts.volumes.image_stream
+    web ──SSH──▶ gate ──UNIX──▶ <run dir>/images/<id>.sock ─┬─ hosts.volumes.image_stream
+                                                            └─ hosts.volumes.image_intake
 
-It runs as the daemons' user, outside the worker, and knows the keys of one disk alone.
+They run as the daemons' user, outside the worker. What sends knows the keys of one disk
+alone; what takes in knows none.
 """
 
 import os
@@ -10,13 +12,16 @@ import pwd
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
 from common.errors import Unavailable
 from hosts.volumes.daemons import plain_environment
+from hosts.volumes.image_intake import IntakeConfig
 from hosts.volumes.image_stream import StreamConfig
 from hosts.volumes.objects import StoreConfig
 
@@ -24,15 +29,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Each takes up to 30 MiB and a share of the host's way to the store.
 MAX_EXPORTS = 8
+INTAKE_KEPT_S = 8 * 3600
 
 
 class TooManyExports(Unavailable):
-    """This host sends as many files as it may."""
+    """This host sends or takes in as many files as it may."""
 
     code = "too_many_exports"
 
     def __str__(self) -> str:
-        return f"This host sends {MAX_EXPORTS} images already. Try again in a while."
+        return f"This host moves {MAX_EXPORTS} images already. Try again in a while."
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class ExportsConfig:
     """Where the sockets are, where the store is, and who the processes run as."""
 
     images_dir: Path
+    intake_dir: Path
+    """Where images lie between their arrival and their import."""
     store: StoreConfig
     user: str | None = None
 
@@ -56,35 +64,69 @@ class ImageExports:
         """Have the generation sent to whoever connects to the export's socket; idempotent.
 
         Raises:
-            TooManyExports: this host sends as many as it may.
+            TooManyExports: this host has as many of these processes as it may.
         """
+        config = StreamConfig(self._config.store, root_key, dict(keys))
+        self._start(export_id, "hosts.volumes.image_stream", config.text())
+
+    def take_in(self, image_id: UUID, limits: IntakeConfig) -> None:
+        """Take an image in from whoever connects to its socket; idempotent.
+
+        Raises:
+            TooManyExports: this host has as many of these processes as it may.
+        """
+        self._own(self._config.intake_dir)
+        module = "hosts.volumes.image_intake"
+        self._start(image_id, module, limits.text(), str(self._config.intake_dir))
+
+    def taken(self, image_id: UUID) -> Path:
+        """Return where the raw image is that was taken in, if it was."""
+        return self._config.intake_dir / f"{image_id.hex}.raw"
+
+    def drop_old(self) -> None:
+        """Remove images that arrived and that nobody has asked to import since."""
+        folder = self._config.intake_dir
+        for path in folder.iterdir() if folder.exists() else ():
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - INTAKE_KEPT_S:
+                    path.unlink()
+
+    def _start(self, identity: UUID, module: str, config: str, *arguments: str) -> None:
         with self._lock:
             running = {k: p for k, p in self._running.items() if p.poll() is None}
             self._running = running
-            if export_id in running:
+            if identity in running:
                 return
             if len(running) >= MAX_EXPORTS:
                 raise TooManyExports
-            running[export_id] = process = self._spawn(export_id)
-        config = StreamConfig(self._config.store, root_key, dict(keys))
+            running[identity] = process = self._spawn(identity, module, arguments)
         assert process.stdin is not None
         with process.stdin as stdin:
-            stdin.write(config.text())
+            stdin.write(config)
         # Nobody else waits for it; without this it stays a zombie.
         threading.Thread(target=process.wait, daemon=True).start()
 
-    def _spawn(self, export_id: UUID) -> subprocess.Popen[str]:
-        folder = self._config.images_dir
+    def _account(self) -> pwd.struct_passwd | None:
+        if self._config.user is None or os.geteuid() != 0:
+            return None
+        return pwd.getpwnam(self._config.user)
+
+    def _own(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        account = None
-        if self._config.user is not None and os.geteuid() == 0:
-            account = pwd.getpwnam(self._config.user)
+        account = self._account()
+        if account is not None:
             os.chown(folder, account.pw_uid, account.pw_gid)
-        path = folder / f"{export_id.hex}.sock"
+
+    def _spawn(
+        self, identity: UUID, module: str, arguments: Sequence[str]
+    ) -> subprocess.Popen[str]:
+        self._own(self._config.images_dir)
+        account = self._account()
+        path = self._config.images_dir / f"{identity.hex}.sock"
         path.unlink(missing_ok=True)
         places = [str(ROOT), str(ROOT / "platform"), *filter(None, sys.path)]
         return subprocess.Popen(
-            [sys.executable, "-m", "hosts.volumes.image_stream", str(path)],
+            [sys.executable, "-m", module, str(path), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

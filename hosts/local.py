@@ -87,6 +87,7 @@ def image_exports() -> ImageExports:
     return ImageExports(
         ExportsConfig(
             images_dir=settings.RUN_DIR / "images",
+            intake_dir=settings.STATE_DIR / "intake",
             store=store_config(),
             user=settings.DISK_USER or None,
         )

@@ -16,7 +16,7 @@ from common.queue import send_to
 from common.units import MINUTE
 from hosts import collection
 from hosts.errors import GuestBusy
-from sandboxes import exporting, file_commits, operations, past_files, storage
+from sandboxes import exporting, file_commits, importing, operations, past_files, storage
 from sandboxes.watch import Watcher
 
 HostActor = dramatiq.Actor[Any, Any]
@@ -117,6 +117,18 @@ def close_view(view_id: str) -> None:
 def serve_image(cut_id: str) -> None:
     """Send the disk of a finished cut as a file to whoever asked for it."""
     exporting.serve_image(cut_id)
+
+
+@dramatiq.actor(time_limit=MINUTE * 1000, throws=Refused, max_retries=5, min_backoff=500)
+def take_image(template_pk: str) -> None:
+    """Take the image of a template in."""
+    importing.take_image(template_pk)
+
+
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+def import_template(template_pk: str) -> None:
+    """Store an image that was taken in. Retried: what was uploaded is the only copy."""
+    _alone(importing.import_template, template_pk)
 
 
 @dramatiq.actor(time_limit=MINUTE * 1000, max_age=WATCH_MAX_AGE_MS, max_retries=0)

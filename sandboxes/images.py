@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from uuid import UUID
 
 import asyncssh
 from django.db import transaction
@@ -43,7 +44,7 @@ class ImageUnavailable(Unavailable):
     retry_after_s = 5
 
     def __str__(self) -> str:
-        return "No host could send the image in time. Try again in a moment."
+        return "No host could move the image in time. Try again in a moment."
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _record(sandbox: Sandbox, by: Doer, kind: str, identity: str) -> None:
 
 async def _open(cut: Cut, name: str) -> ImageDownload:
     host = await run_db(_ask_a_host, cut)
-    reader, writer = await _connected(host, cut)
+    reader, writer = await connected(host, cut.pk)
     try:
         async with asyncio.timeout(COUNT_TIMEOUT_S):
             line = await reader.readline()
@@ -145,15 +146,19 @@ def _ask_a_host(cut: Cut) -> Host:
     return host
 
 
-async def _connected(
-    host: Host, cut: Cut
+async def connected(
+    host: Host, image_id: UUID
 ) -> tuple[asyncssh.SSHReader[bytes], asyncssh.SSHWriter[bytes]]:
-    """Open the stream as soon as the host has started it."""
+    """Open the stream of an export or an intake as soon as the host has started it.
+
+    Raises:
+        ImageUnavailable: it did not in time.
+    """
     loop = asyncio.get_running_loop()
     until = loop.time() + START_TIMEOUT_S
     while True:
         try:
-            return await access.links().image(access.gate_endpoint(host), cut.pk)
+            return await access.links().image(access.gate_endpoint(host), image_id)
         except LinkDown as error:
             if loop.time() >= until:
                 raise ImageUnavailable from error

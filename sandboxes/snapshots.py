@@ -512,7 +512,7 @@ def create_template_from_sandbox(
                 return earlier.template
         template = _new_template(source, template_id, overrides or {})
         template.cut = cut = request_cut(sandbox=source)
-        _insert_template(template)
+        insert_template(template)
         if cut.state == Cut.State.DONE:
             assert cut.generation is not None
             templates.make_ready(template, cut.generation, at=timezone.now())
@@ -523,7 +523,7 @@ def create_template_from_sandbox(
                 body_digest=repeatable.body_digest,
                 template=template,
             )
-        _record_template(template, "create", by, sandbox_id=source.id)
+        record_template(template, "create", by, sandbox_id=source.id)
     return template
 
 
@@ -547,7 +547,12 @@ def _new_template(source: Sandbox, template_id: str, overrides: dict[str, Any]) 
     )
 
 
-def _insert_template(template: Template) -> None:
+def insert_template(template: Template) -> None:
+    """Store a new template.
+
+    Raises:
+        TemplateExists: the team has one of this id.
+    """
     try:
         with transaction.atomic():
             template.save(force_insert=True)
@@ -568,11 +573,12 @@ def delete_template(*, template: Template, by: Doer) -> None:
         found = Template.objects.select_for_update(of=("self",)).filter(pk=template.pk).first()
         if found is None:
             raise TemplateNotFound(template.template_id)
-        _record_template(found, "delete", by)
+        record_template(found, "delete", by)
         found.delete()
 
 
-def _record_template(template: Template, act: str, by: Doer, **attributes: object) -> None:
+def record_template(template: Template, act: str, by: Doer, **attributes: object) -> None:
+    """Write into the team's audit trail what was done to its template."""
     assert template.team is not None
     record_event(
         team=template.team,

@@ -17,7 +17,7 @@ from billing.services import close_interval
 from common.errors import DomainError
 from common.queue import send_to
 from hosts.models import Host
-from sandboxes import actors, cuts, moments, services, snapshots, storage
+from sandboxes import actors, cuts, moments, services, snapshots, storage, templates
 from sandboxes.history import Thinner
 from sandboxes.host_loss import HostWatch, leave_host
 from sandboxes.models import Sandbox
@@ -71,6 +71,7 @@ class Sweeper:
             (cuts.forget_cuts, 60.0),
             (snapshots.delete_expired_snapshots, 1.0),
             (moments.forget_lost_views, 30.0),
+            (templates.fail_stuck_imports, 60.0),
             (self._thinner.step, 5.0),
             (services.forget_old_claims, FORGET_EVERY_S),
             (storage.meter_storage, METER_EVERY_S),

@@ -3,11 +3,12 @@
 import hashlib
 import re
 from collections.abc import Collection
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from uuid import UUID
 
 from django.db import transaction
+from django.utils import timezone
 
 from common.units import MiB
 from hosts import local
@@ -17,6 +18,8 @@ from hosts.volumes.commit import import_image
 from sandboxes.models import Template
 
 TEMPLATE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,254}")
+# An upload, its check and its storing, at their slowest.
+IMPORT_GIVE_UP = timedelta(hours=6)
 RESERVED_IDS = frozenset({"from-sandbox", "import"})
 
 
@@ -106,6 +109,19 @@ def fail_captured(cut_ids: Collection[UUID], reason: str, *, at: datetime) -> No
     waiting = Template.objects.filter(cut__in=cut_ids, creation=Template.Creation.CREATING)
     waiting.update(
         creation=Template.Creation.FAILED, creation_error=reason[:300], completed_at=at
+    )
+
+
+def fail_stuck_imports() -> None:
+    """Give up on templates whose image never came, or was never stored."""
+    now = timezone.now()
+    stuck = Template.objects.filter(
+        creation=Template.Creation.CREATING, cut=None, created_at__lt=now - IMPORT_GIVE_UP
+    )
+    stuck.update(
+        creation=Template.Creation.FAILED,
+        creation_error="The image was not stored in time.",
+        completed_at=now,
     )
 
 

@@ -247,9 +247,9 @@ MASTER_KEY_CLASS = env.text("MASTER_KEY_CLASS", "")
 MASTER_KEY_FILE_PREVIOUS = [
     path for path in env.text("MASTER_KEY_FILE_PREVIOUS", "").split(":") if path
 ]
-# An object that no live root names is deleted after this long: longer than any reading of a
-# generation (an export of a disk, a worker that sleeps) can take.
-COLLECT_GRACE_S = env.integer("COLLECT_GRACE_S", 6 * 3600)
+# An object that no live root names is deleted after this long. Uploads need no grace (see
+# `hosts.collection`); whoever still reads a generation that was given up does.
+COLLECT_GRACE_S = env.integer("COLLECT_GRACE_S", 900)
 LIBVIRT_URI = env.text("LIBVIRT_URI", "qemu:///system")
 GUEST_NETWORK = env.text("GUEST_NETWORK", "sandkeep")
 GUEST_BRIDGE = env.text("GUEST_BRIDGE", "skbr0")
@@ -273,6 +273,8 @@ HISTORY_MINUTES_S = env.integer("HISTORY_MINUTES_S", 6 * 3_600)
 HISTORY_TEN_MINUTES_S = env.integer("HISTORY_TEN_MINUTES_S", 24 * 3_600)
 # How old a write of a running sandbox becomes before it is stored in the background.
 COMMIT_EVERY_S = env.integer("COMMIT_EVERY_S", 10)
+# The largest image that is taken in as a template.
+IMPORT_MAX_BYTES = env.integer("IMPORT_MAX_BYTES", 16 * GiB)
 # A host that is silent for this long, while others are heard, is lost: its sandboxes go on
 # elsewhere from what was stored last. 0: never; an operator says so in the admin pages.
 HOST_LOST_AFTER_S = env.integer("HOST_LOST_AFTER_S", 180)

@@ -120,7 +120,7 @@ class FileContent(FileView):
         # Before the sandbox's files are opened, which may take a while.
         size_bytes = _content_length(request)
         sftp = await files_of(sandbox_id, self.team)
-        await files.write_file(sftp, path, _body_of(request), size_bytes=size_bytes)
+        await files.write_file(sftp, path, body_of(request), size_bytes=size_bytes)
         return ok({"written": True})
 
     @extend_schema(
@@ -301,7 +301,8 @@ def _content_length(request: Request) -> int | None:
     return size_bytes
 
 
-async def _body_of(request: Request) -> AsyncIterator[bytes]:
+async def body_of(request: Request) -> AsyncIterator[bytes]:
+    """Give a request's raw body in pieces."""
     # By now the server has it whole, in memory or in a temporary file.
     body = request._request  # noqa: SLF001  (DRF would parse it by its media type)
     while piece := body.read(READ_BODY_BYTES):

@@ -290,12 +290,10 @@ class SpecOverrides(StrictSerializer):
     )
 
 
-class TemplateFromSandbox(StrictSerializer):
-    """A request for a template that begins with a sandbox's disk."""
+class NamesTemplate(serializers.Serializer[Any]):
+    """Names a template that is to be made."""
 
     template_id = serializers.CharField(max_length=255)
-    sandbox_id = serializers.CharField(max_length=255)
-    spec_overrides = SpecOverrides(required=False)
 
     def validate_template_id(self, value: str) -> str:
         value = value.lower()
@@ -305,6 +303,20 @@ class TemplateFromSandbox(StrictSerializer):
                 "two; a few words are taken."
             )
         return value
+
+
+class TemplateFromSandbox(StrictSerializer, NamesTemplate):
+    """A request for a template that begins with a sandbox's disk."""
+
+    sandbox_id = serializers.CharField(max_length=255)
+    spec_overrides = SpecOverrides(required=False)
+
+
+class ImportQuery(NamesTemplate):
+    """The query of an import, whose body is the image."""
+
+    displayName = serializers.CharField(max_length=255, required=False)  # noqa: N815
+    description = serializers.CharField(max_length=2000, required=False)
 
 
 class Page(serializers.Serializer[Any]):

@@ -49,6 +49,7 @@ urlpatterns = [
     path(f"{SANDBOX}/files/list", file_views.FileList.as_view()),
     path(f"{SANDBOX}/files/move", file_views.FileMove.as_view()),
     path("templates", template_views.TemplateList.as_view()),
+    path("templates/import", image_views.TemplateImport.as_view()),
     path("templates/from-sandbox", snapshot_views.TemplateFromSandboxView.as_view()),
     path("templates/<str:template_id>", template_views.TemplateDetail.as_view()),
     path("quotas", quota_views.QuotaList.as_view()),

@@ -32,16 +32,18 @@ SIZE_BYTES = 64 * MiB
 
 
 @pytest.fixture
-def exports(
-    at_once: FakeHost,
-    guest: LocalGuest,
-    host: Host,
-    s3: StoreConfig,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[ImageExports]:
-    """What sends files on the host, which is reached through a real gate."""
+def gated(at_once: FakeHost, guest: LocalGuest, host: Host) -> LocalGuest:
+    """The host in memory, with a real gate before it."""
     Host.objects.update(gate_port=guest.gate_port, gate_public_key=guest.gate_public_key)
-    exports = ImageExports(ExportsConfig(images_dir=guest.images_dir, store=s3))
+    return guest
+
+
+@pytest.fixture
+def exports(
+    gated: LocalGuest, s3: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ImageExports]:
+    """What sends files of the host and takes them in."""
+    exports = ImageExports(ExportsConfig(gated.images_dir, tmp_path / "intake", s3))
     store = S3ObjectStore(s3)
     monkeypatch.setattr(local, "image_exports", lambda: exports)
     monkeypatch.setattr(local, "object_store", lambda: store)

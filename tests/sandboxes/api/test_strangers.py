@@ -66,6 +66,7 @@ OTHER_ROUTES: list[tuple[str, str, Any, str]] = [
     ("templates", "get", None, "template:read"),
     ("templates/default", "get", None, "template:read"),
     ("templates/nosuch", "delete", None, "template:delete"),
+    ("templates/import?template_id=x", "post", None, "template:create"),
     ("templates/from-sandbox", "post", FROM_SANDBOX, "template:create"),
     (SNAPSHOT, "get", None, "sandbox:read"),
     (SNAPSHOT, "delete", None, "sandbox:write"),

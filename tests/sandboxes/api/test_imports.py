@@ -1,0 +1,175 @@
+"""Templates of uploaded images, through a gate, to a real store."""
+
+import os
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from django.utils import timezone
+
+from accounts.models import Team
+from common.units import MiB
+from hosts import local
+from hosts.image_exports import ImageExports
+from hosts.models import Host
+from hosts.volumes.blocks import BLOCK_BYTES
+from hosts.volumes.image_stream import open_stream
+from sandboxes import images, importing, templates
+from sandboxes.models import Sandbox, Template
+from tests.sandboxes.api.test_exports import exports, gated, s3, s3_server
+
+__all__ = ["exports", "gated", "s3", "s3_server"]
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+URL = "/templates/import"
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    """A file system with a file on it."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/hello").write_bytes(b"hello" * 100_000)
+    path = tmp_path / "image.raw"
+    command = ["mkfs.ext4", "-q", "-d", str(tmp_path / "root"), str(path), "32M"]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
+def qcow2(raw: Path, *options: str) -> Path:
+    path = raw.with_suffix(".qcow2")
+    command = ["qemu-img", "convert", "-f", "raw", "-O", "qcow2", *options, str(raw), str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
+def upload(http: httpx.Client, image: Path, **query: Any) -> httpx.Response:
+    return http.post(URL, params={"template_id": "mine"} | query, content=image.read_bytes())
+
+
+def left(exports: ImageExports) -> list[Path]:
+    folder = exports._config.intake_dir
+    return list(folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.parametrize("kind", ["raw", "qcow2", "compressed"])
+def test_an_image_becomes_a_template(
+    http: httpx.Client, exports: ImageExports, raw: Path, kind: str, alices_team: Team
+) -> None:
+    options = {"raw": None, "qcow2": [], "compressed": ["-c"]}[kind]
+    image = raw if options is None else qcow2(raw, *options)
+
+    response = upload(http, image, displayName="My own")
+
+    assert response.status_code == 202, response.text
+    template = Template.objects.select_related("generation").get(template_id="mine")
+    assert template.creation == "ready"
+    assert template.team == alices_team
+    assert template.spec["displayName"] == "My own"
+    assert template.generation is not None
+    assert not left(exports)
+    content = raw.read_bytes()
+    key = template.generation.root_key
+    stream = open_stream(key, local.object_store(), local.keyring())
+    blocks = sum(stream.plan.counts.values())
+    pieces = (content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES))
+    assert blocks == sum(1 for piece in pieces if piece.strip(b"\0"))
+    answer = http.post("/sandboxes", json={"template": "mine"})
+    assert answer.status_code == 201
+    sandbox = Sandbox.objects.select_related("volume").get(template=template)
+    assert sandbox.volume.head_id == template.generation_id
+
+
+def test_one_that_is_refused_says_why_and_leaves_nothing(
+    http: httpx.Client, exports: ImageExports, tmp_path: Path
+) -> None:
+    image = tmp_path / "backed.qcow2"
+    command = ["qemu-img", "create", "-f", "qcow2", "-b", "/etc/passwd", "-F", "raw"]
+    subprocess.run([*command, image, "64M"], check=True, capture_output=True)
+
+    response = upload(http, image)
+
+    assert response.status_code == 400
+    assert "backing file" in response.json()["error"]["message"]
+    assert not Template.objects.filter(template_id="mine").exists()
+    assert not left(exports)
+
+
+def test_an_id_that_is_taken_is_refused_before_the_image_is_sent(
+    http: httpx.Client, exports: ImageExports, raw: Path, alices_team: Team
+) -> None:
+    Template.objects.create(team=alices_team, template_id="mine", spec={})
+
+    assert upload(http, raw).status_code == 409
+    assert not exports._running
+
+
+@pytest.mark.parametrize(
+    ("query", "content", "status"),
+    [
+        ({}, b"x", 400),
+        ({"template_id": "a/b"}, b"x", 400),
+        ({"template_id": "import"}, b"x", 400),
+        ({"template_id": "mine"}, b"", 400),
+        ({"template_id": "mine"}, b"x" * 2 * MiB, 413),
+    ],
+)
+def test_a_wrong_request_makes_nothing(
+    http: httpx.Client,
+    settings: Any,
+    query: dict[str, str],
+    content: bytes,
+    status: int,
+) -> None:
+    settings.IMPORT_MAX_BYTES = MiB
+
+    assert http.post(URL, params=query, content=content).status_code == status
+    assert not Template.objects.exists()
+
+
+def test_a_host_that_takes_nothing_in_is_said_in_time(
+    http: httpx.Client,
+    exports: ImageExports,
+    raw: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(images, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(exports, "take_in", lambda *_: None)
+
+    response = upload(http, raw)
+
+    assert response.status_code == 503
+    assert not Template.objects.filter(template_id="mine").exists()
+
+
+def test_one_that_was_given_up_half_way_fails_and_its_file_goes(
+    http: httpx.Client, exports: ImageExports, alices_team: Team
+) -> None:
+    template = Template.objects.create(
+        team=alices_team,
+        template_id="mine",
+        spec={},
+        creation="creating",
+        created_at=timezone.now() - timedelta(days=1),
+    )
+    path = exports.taken(importing.image_id(template.pk))
+    path.parent.mkdir()
+    path.write_bytes(b"x")
+    os.utime(path, (0, 0))
+
+    templates.fail_stuck_imports()
+    exports.drop_old()
+
+    template.refresh_from_db()
+    assert template.creation == "failed"
+    assert not left(exports)
+
+
+def test_without_a_host_nothing_is_left(http: httpx.Client, raw: Path) -> None:
+    assert not Host.objects.exists()
+
+    assert upload(http, raw).status_code == 503
+    assert not Template.objects.exists()
