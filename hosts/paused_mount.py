@@ -403,7 +403,8 @@ class Init:
 
     def _start_mount(self) -> None:
         self._fuse = self._spawn(
-            # Single-threaded: one lock would serialise its threads anyway.
+            # Single-threaded: one lock would serialise its threads anyway. Inodes have their
+            # own numbers, by which the server finds large directories in the image.
             [
                 "fuse2fs",
                 "/image/disk",
@@ -411,7 +412,7 @@ class Init:
                 "-f",
                 "-s",
                 "-o",
-                "fakeroot,rw,noexec,nosuid,nodev",
+                "fakeroot,rw,noexec,nosuid,nodev,use_ino",
             ],
             calls=paused_syscalls.MOUNT,
             memory_bytes=MOUNT_MEMORY_BYTES,

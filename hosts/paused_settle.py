@@ -48,7 +48,7 @@ class Settler:
     """The server's side: flushes the file system that is its root."""
 
     def __init__(self, image: int) -> None:
-        self._image = image
+        self.image = image
         self._handle: bytes | None = None
 
     @contextmanager
@@ -58,19 +58,22 @@ class Settler:
         Raises:
             OSError: it cannot be flushed.
         """
-        self._flush()
-        mounted = os.pread(self._image, _SUPERBLOCK_BYTES, _SUPERBLOCK_AT)
-        os.pwrite(self._image, as_clean(mounted), _SUPERBLOCK_AT)
+        self.flush()
+        mounted = os.pread(self.image, _SUPERBLOCK_BYTES, _SUPERBLOCK_AT)
+        os.pwrite(self.image, as_clean(mounted), _SUPERBLOCK_AT)
         try:
-            os.fsync(self._image)
+            os.fsync(self.image)
             yield
         finally:
-            os.pwrite(self._image, mounted, _SUPERBLOCK_AT)
+            os.pwrite(self.image, mounted, _SUPERBLOCK_AT)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Fsync a file that is open for writing: fuse2fs then flushes all there is.
 
         None is made for that, since it would be in the generation.
+
+        Raises:
+            OSError: there is no file to do it by, or it fails.
         """
         fd = self._open_one()
         try:

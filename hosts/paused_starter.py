@@ -29,7 +29,13 @@ from pathlib import Path
 
 import asyncssh
 
-from hosts import paused_mount, paused_settle, paused_syscalls, sftp_server
+from hosts import (
+    paused_directory,
+    paused_mount,
+    paused_settle,
+    paused_syscalls,
+    sftp_server,
+)
 
 MAX_SPEC_BYTES = 16 * 1024
 KEPT_S = 300
@@ -43,7 +49,7 @@ _FDS = 3
 def code_version() -> str:
     """Name the code that a starter has loaded: one of another release is not asked."""
     digest = hashlib.sha256(f"{sys.executable} {asyncssh.__version__}".encode())
-    modules = (paused_mount, paused_settle, paused_syscalls, sftp_server)
+    modules = (paused_directory, paused_mount, paused_settle, paused_syscalls, sftp_server)
     for name in (__file__, *(str(module.__file__) for module in modules)):
         found = Path(name).stat()
         digest.update(f"{name} {found.st_mtime_ns} {found.st_size}".encode())

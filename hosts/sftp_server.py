@@ -16,6 +16,7 @@ import itertools
 import os
 import signal
 import stat
+import struct
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -24,18 +25,19 @@ import asyncssh
 from asyncssh import sftp
 from asyncssh.logging import logger as asyncssh_logger
 
+from hosts.paused_directory import Entry, Image, Senseless
 from hosts.paused_settle import Settler, serve_one
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 MAX_SESSIONS = 64
 
 # One request that takes longer is taken for a file system that leads fuse2fs in circles.
 REQUEST_LIMIT_S = 120
 
-# With more names than this, a directory is listed without attributes.
+# A directory with more names than this is not described file by file through fuse2fs.
 LARGE_DIRECTORY = 5_000
 
 # The one thing that holds a piece of a file in memory.
@@ -102,9 +104,10 @@ def attributes(result: os.stat_result) -> asyncssh.SFTPAttrs:
 class ConfinedServer(asyncssh.SFTPServer):
     """The requests, on the process's own root."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, settler: Settler) -> None:
         super().__init__(cast("asyncssh.SSHServerChannel[bytes]", None))
         self.journal = journal
+        self._settler = settler
 
     def format_longname(self, name: asyncssh.SFTPName) -> None:
         """Say no more than the name: the rest would need the guest's users and time zone."""
@@ -159,24 +162,28 @@ class ConfinedServer(asyncssh.SFTPServer):
         _apply(_fd(file_obj), attrs)
 
     async def scandir(self, path: bytes) -> AsyncIterator[asyncssh.SFTPName]:
-        """List a directory; a large one without attributes, which its client asks for.
-
-        fuse2fs looks a name up by reading the directory from its start, so to describe all
-        of them would take hours.
-        """
+        """List a directory. Of a large one in a strange shape the names come alone."""
         for name in (b".", b".."):
             yield _entry(name, os.lstat(os.path.join(path, name)))
         is_large = _is_large(path)
+        found = self._in_image(path) if is_large else None
+        if found is not None:
+            for one in found:
+                yield asyncssh.SFTPName(one.name, one.name, _attributes_of(one))
+            return
         with os.scandir(path) as entries:
             for entry in entries:
-                try:
-                    found = None if is_large else entry.stat(follow_symlinks=False)
-                except OSError:
-                    found = None  # one damaged inode does not hide its neighbours
-                if found is None:
-                    yield asyncssh.SFTPName(entry.name, entry.name, asyncssh.SFTPAttrs())
-                else:
-                    yield _entry(entry.name, found)
+                yield _name_alone(entry.name) if is_large else _described(entry)
+
+    def _in_image(self, path: bytes) -> Iterator[Entry] | None:
+        """Read a directory past fuse2fs, see `hosts.paused_directory`; None if that fails."""
+        try:
+            self._settler.flush()
+            entries = Image(self._settler.image).entries(os.stat(path).st_ino)
+            first = next(entries, None)
+        except (Senseless, OSError, struct.error):
+            return None
+        return itertools.chain([] if first is None else [first], _sensible(entries))
 
     def remove(self, path: bytes) -> None:
         self.journal.note_change()
@@ -217,6 +224,36 @@ class ConfinedServer(asyncssh.SFTPServer):
 
     def fstatvfs(self, file_obj: object) -> os.statvfs_result:
         return os.statvfs(_fd(file_obj))
+
+
+def _sensible(entries: Iterator[Entry]) -> Iterator[Entry]:
+    try:
+        yield from entries
+    except (Senseless, struct.error) as error:
+        raise OSError(errno.EIO, f"The directory is damaged: {error}") from error
+
+
+def _name_alone(name: bytes) -> asyncssh.SFTPName:
+    return asyncssh.SFTPName(name, name, asyncssh.SFTPAttrs())
+
+
+def _described(entry: os.DirEntry[bytes]) -> asyncssh.SFTPName:
+    try:
+        return _entry(entry.name, entry.stat(follow_symlinks=False))
+    except OSError:
+        return _name_alone(entry.name)  # one damaged inode does not hide its neighbours
+
+
+def _attributes_of(entry: Entry) -> asyncssh.SFTPAttrs:
+    return asyncssh.SFTPAttrs(
+        size=entry.size_bytes,
+        uid=entry.uid,
+        gid=entry.gid,
+        permissions=entry.mode,
+        atime=entry.atime,
+        mtime=entry.mtime,
+        nlink=entry.links,
+    )
 
 
 def _is_large(path: bytes) -> bool:
@@ -337,13 +374,14 @@ async def serve(
     What connects to `settling` has the file system held still, see `hosts.paused_settle`.
     """
     loop = asyncio.get_running_loop()
+    settler = Settler(image)
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     for one in (listener, settling):
         one.setblocking(False)
     tasks = [
-        loop.create_task(_accept(listener, journal)),
-        loop.create_task(_settle(settling, journal, Settler(image))),
+        loop.create_task(_accept(listener, journal, settler)),
+        loop.create_task(_settle(settling, journal, settler)),
     ]
     await stop.wait()
     for task in tasks:
@@ -360,23 +398,23 @@ async def _settle(listener: socket.socket, journal: Journal, settler: Settler) -
         signal.alarm(0)
 
 
-async def _accept(listener: socket.socket, journal: Journal) -> None:
+async def _accept(listener: socket.socket, journal: Journal, settler: Settler) -> None:
     loop = asyncio.get_running_loop()
     sessions: set[asyncio.Task[None]] = set()
     while True:
         while len(sessions) >= MAX_SESSIONS:
             await asyncio.wait(sessions, return_when=asyncio.FIRST_COMPLETED)
         stream, _ = await loop.sock_accept(listener)
-        session = loop.create_task(_session(stream, journal))
+        session = loop.create_task(_session(stream, journal, settler))
         sessions.add(session)
         session.add_done_callback(sessions.discard)
 
 
-async def _session(stream: socket.socket, journal: Journal) -> None:
+async def _session(stream: socket.socket, journal: Journal, settler: Settler) -> None:
     journal.note_use()
     reader, writer = await asyncio.open_unix_connection(sock=stream)
     try:
-        await _Handler(ConfinedServer(journal), reader, writer).run()
+        await _Handler(ConfinedServer(journal, settler), reader, writer).run()
     except (EOFError, OSError):
         return  # the client went away in the middle of a packet
     finally:

@@ -9,12 +9,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import asyncssh
 
-from common.units import TiB
+from common.units import MiB, TiB
 from hosts.guest.channel import AgentChannel
 from hosts.guest.images import INITRAMFS, KERNEL, KERNEL_COMMAND_LINE, TOOLKIT
 from hosts.guest.probe import known_accelerator
@@ -32,6 +32,7 @@ class Guest:
     port: int
     key: asyncssh.SSHKey
     host_key: asyncssh.SSHKey
+    more_config: dict[str, object] = field(default_factory=dict)
 
     @property
     def disk(self) -> Path:
@@ -81,6 +82,7 @@ class Guest:
             "env": {"FROM_PLATFORM": "é\nx"},
             "generation": 1,
             "boot_unix_s": time.time(),
+            **self.more_config,
         }
 
     def _command(self, memory_mib: int) -> list[str]:
@@ -121,6 +123,47 @@ def new_guest(folder: Path, *, size_bytes: int = 1 * TiB) -> Guest:
         port = free.getsockname()[1]
     key, host_key = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
     return Guest(folder, port, key, host_key)
+
+
+@dataclass(frozen=True)
+class Small:
+    """A root file system that is nearly full."""
+
+    size_bytes: int
+
+
+def make_small(folder: Path, guest: Guest, *, spare_bytes: int = 10 * MiB) -> Small:
+    """Put a guest on a copy of its base that has hardly any room."""
+    image, device_bytes = folder / "small.ext4", _device_bytes(guest)
+    subprocess.run(["cp", "--sparse=always", str(BASE), str(image)], check=True)
+    image.chmod(0o600)
+    for command in (["e2fsck", "-fy"], ["resize2fs", "-M"]):
+        subprocess.run(
+            [*command, str(image)], check=command[0] != "e2fsck", capture_output=True
+        )
+    shrunk_bytes = _span_bytes(image) + spare_bytes
+    subprocess.run(["resize2fs", str(image), f"{shrunk_bytes // 1024}K"], check=True)
+    os.truncate(image, device_bytes)
+    guest.disk.unlink()
+    create = ("qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", str(image))
+    subprocess.run([*create, str(guest.disk), str(device_bytes)], check=True)
+    return Small(_span_bytes(image))
+
+
+def _span_bytes(image: Path) -> int:
+    found = subprocess.run(
+        ["dumpe2fs", "-h", str(image)], check=True, capture_output=True, text=True
+    ).stdout
+    fields = dict(line.split(":", 1) for line in found.splitlines() if ":" in line)
+    return int(fields["Block count"]) * int(fields["Block size"])
+
+
+def _device_bytes(guest: Guest) -> int:
+    found = subprocess.run(
+        ["qemu-img", "info", "--output=json", str(guest.disk)], check=True, capture_output=True
+    ).stdout
+    size_bytes: int = json.loads(found)["virtual-size"]
+    return size_bytes
 
 
 def file_system_check(guest: Guest) -> subprocess.CompletedProcess[str]:

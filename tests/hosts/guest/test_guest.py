@@ -11,11 +11,18 @@ import pytest
 from hosts.guest import protocol
 from hosts.guest.probe import boots, known_accelerator
 from hosts.guest.protocol import Decoder, Frame
-from tests.hosts.guest.machines import IMAGES, Guest, file_system_check, new_guest
+from tests.hosts.guest.machines import (
+    IMAGES,
+    Guest,
+    file_system_check,
+    make_small,
+    new_guest,
+)
 
 pytestmark = [pytest.mark.guest, pytest.mark.timeout(900)]
 
 GIB = 1024**3
+MIB = 1024**2
 
 
 @pytest.fixture
@@ -151,6 +158,78 @@ async def check_lack_of_memory(connection: asyncssh.SSHClientConnection) -> None
     context = frames[-1].document()["context"]
     assert (context["exit_code"], context["oom_killed"]) == (137, True)
     assert await run(connection, "echo", "ok") == (b"ok\n", b"", 0)
+
+
+# How far a disk of some 0.4 GiB is filled; the race is the same all the way up.
+TIMES = 4
+
+WRITER = """
+import os, sys, time
+kept = os.open('/root/kept', os.O_RDWR | os.O_CREAT)
+os.write(kept, b'kept')
+piece = os.urandom(1 << 20)
+out = os.open('/root/big', os.O_WRONLY | os.O_CREAT)
+started = time.monotonic()
+for number in range(int(sys.argv[1])):
+    os.write(out, number.to_bytes(8, 'big') + piece[8:])
+took = time.monotonic() - started
+assert os.pread(kept, 4, 0) == b'kept'
+assert os.readlink('/proc/self/fd/%d' % kept) == '/root/kept'
+check = os.open('/root/big', os.O_RDONLY)
+for number in range(0, int(sys.argv[1]), 97):
+    assert os.pread(check, 8, number << 20) == number.to_bytes(8, 'big')
+print(took)
+"""
+
+
+async def test_a_writer_never_finds_a_small_disk_full_below_its_ceiling(
+    tmp_path: Path,
+) -> None:
+    # A base image that is full but for 10 MB, in a device of 8 GiB.
+    guest = new_guest(tmp_path, size_bytes=8 * GIB)
+    made = make_small(tmp_path, guest)
+    with guest.running(memory_mib=512):
+        async with await guest.connect() as connection:
+            count = TIMES * made.size_bytes // MIB
+            out, err, code = await run(connection, "python3", "-c", WRITER, str(count))
+            assert (code, err) == (0, b"")
+            stats = guest.channel.stats()
+        guest.channel.prepare_stop(20)
+    checked = file_system_check(guest)
+
+    assert stats["span_bytes"] > TIMES * made.size_bytes
+    assert float(out) > 0
+    assert stats["ceiling_bytes"] == 8 * GIB
+    assert checked.returncode == 0, checked.stdout
+
+
+async def test_a_disk_that_is_full_at_its_ceiling_refuses_and_boots_again(
+    tmp_path: Path,
+) -> None:
+    guest = new_guest(tmp_path, size_bytes=8 * GIB)
+    made = make_small(tmp_path, guest)
+    fill = "import os; f = open('/root/fill', 'wb', 0)\nwhile True: f.write(bytes(65536))"
+    guest.more_config = {"disk_limit_bytes": made.size_bytes + 256 * MIB}
+    with guest.running(memory_mib=512):
+        async with await guest.connect() as connection:
+            _, err, code = await run(connection, "python3", "-c", fill)
+            assert code == 1
+            assert b"No space left on device" in err
+            stats = guest.channel.stats()
+        guest.channel.prepare_stop(20)
+    # It boots, tells its figures, runs what needs no space, and goes on once there is some.
+    guest.more_config = {}
+    with guest.running(memory_mib=512):
+        async with await guest.connect() as connection:
+            out, _, code = await run(
+                connection, "bash", "-c", "echo x > /root/new; cat /root/new"
+            )
+            assert (out, code) == (b"x\n", 0)
+        guest.channel.prepare_stop(20)
+
+    assert stats["ceiling_bytes"] == made.size_bytes + 256 * MIB
+    assert stats["disk_free_bytes"] < 20 * MIB
+    assert file_system_check(guest).returncode == 0
 
 
 def test_a_probe_tells_how_guests_are_run() -> None:
