@@ -10,15 +10,16 @@ was thought dead from ever writing where its successor does.
 """
 
 import re
-from dataclasses import dataclass
+import struct
 from hashlib import blake2b
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 from uuid import UUID
 
 from hosts.volumes.errors import Corrupt
 
 DIGEST_BYTES = 16
-NAME_BYTES = 36
+_NAME = struct.Struct(f"<16sI{DIGEST_BYTES}s")
+NAME_BYTES = _NAME.size
 """Length of `ObjectName.pack()`."""
 
 Kind = Literal["packs", "leaves", "roots"]
@@ -31,9 +32,12 @@ def content_digest(body: bytes | bytearray | memoryview) -> bytes:
     return blake2b(body, digest_size=DIGEST_BYTES).digest()
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ObjectName:
-    """An object's name without its kind, as small as the index needs it."""
+class ObjectName(NamedTuple):
+    """An object's name without its kind, as small as the index needs it.
+
+    A tuple, since a root of 100 GiB has 12,000 and more of them: they are made, hashed and
+    sorted many times faster than objects of a class of ours.
+    """
 
     volume: bytes
     epoch: int
@@ -45,10 +49,10 @@ class ObjectName:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
-        return cls(raw[:16], int.from_bytes(raw[16:20], "little"), raw[20:36])
+        return cls(*_NAME.unpack(raw))
 
     def pack(self) -> bytes:
-        return self.volume + self.epoch.to_bytes(4, "little") + self.digest
+        return _NAME.pack(self.volume, self.epoch, self.digest)
 
     def key(self, kind: Kind) -> str:
         return f"{kind}/{self.volume.hex()}/{self.epoch:08x}/{self.digest.hex()}"
