@@ -303,9 +303,10 @@ class Disk:
         state = self._require()
         self._ensure_export()
         self._make_overlay(state.active)
-        if self._layer_is_over(qmp):
+        nodes = self.daemon.nodes(qmp)
+        if self._layer_is_over(nodes):
             self._begin_layer()
-        self.daemon.reconcile(qmp, state, self.export.socket)
+        self.daemon.reconcile(qmp, state, self.export.socket, nodes)
         self._delete_strays()
         self.export.withdraw_others(state.root_key)
 
@@ -320,15 +321,15 @@ class Disk:
             state.end_layer()
         self._save()
 
-    def _layer_is_over(self, qmp: Qmp) -> bool:
+    def _layer_is_over(self, nodes: frozenset[str]) -> bool:
         """Tell whether the layer must go: it may be wrong, or has become too large."""
         state = self._require()
         if state.layer is None:
             return self._may_have_layer()
-        dropped = [n for n in self.daemon.overlays(qmp) if n < state.overlays[0]]
+        dropped = [n for n in self.daemon.overlays(nodes) if n < state.overlays[0]]
         if dropped and max(dropped) > state.folded:
             return True
-        return not self.daemon.has_layer(qmp, state.layer) or self.layer_is_large()
+        return not self.daemon.has_layer(nodes, state.layer) or self.layer_is_large()
 
     def layer_is_large(self) -> bool:
         """Tell whether the layer has more than its budget, or than there is room for."""
@@ -424,7 +425,7 @@ class Disk:
         state = self._require()
         # All that takes time comes before the writer is held.
         self._make_overlay(state.next_overlay)
-        self.daemon.prepare(qmp, state.next_overlay)
+        self.daemon.prepare(qmp, state.next_overlay, self.daemon.nodes(qmp))
         with suppress(DaemonFailed):  # shown as a file, it has no such export
             # The cut flushes too, while everybody waits: leave it little to do.
             layers.flush(self.daemon.socket, EXPORT_NAME)
@@ -538,7 +539,7 @@ class Disk:
         if state.layer is None or 2 * size_bytes > self._config.layer_budget_bytes:
             return None
         with self.daemon.connect() as qmp:
-            if not self.daemon.has_layer(qmp, state.layer):
+            if not self.daemon.has_layer(self.daemon.nodes(qmp), state.layer):
                 return None
             return state.layer, self.daemon.export_layer(qmp, state.layer)
 

@@ -109,9 +109,18 @@ class StorageDaemon:
             raise NotAttached("The disk's storage daemon does not run: attach it.")
         return Qmp(self._run_dir / "qmp.sock", timeout_s=timeout_s)
 
-    def reconcile(self, qmp: Qmp, state: DiskState, export_socket: Path) -> None:
-        """Make the running daemon what the state file says, without stopping the guest."""
-        nodes = _node_names(qmp)
+    def nodes(self, qmp: Qmp) -> frozenset[str]:
+        """Name what the running daemon has. It serves nobody while it answers: ask once."""
+        return frozenset(_node_names(qmp))
+
+    def reconcile(
+        self, qmp: Qmp, state: DiskState, export_socket: Path, nodes: frozenset[str]
+    ) -> None:
+        """Make the running daemon what the state file says, without stopping the guest.
+
+        Args:
+            nodes: what `nodes` has just said.
+        """
         self._rotate(qmp, state, nodes)
         base = f"base-{state.base}"
         if base not in nodes:
@@ -134,19 +143,18 @@ class StorageDaemon:
                 _delete_export(qmp, name)
             qmp.execute("blockdev-del", node_name=name)
 
-    def prepare(self, qmp: Qmp, number: int) -> None:
+    def prepare(self, qmp: Qmp, number: int, nodes: frozenset[str]) -> None:
         """Make an overlay's file known, so that a rotation to it need only switch."""
-        nodes = _node_names(qmp)
         if f"file-{number}" not in nodes:
             qmp.execute("blockdev-add", **self._file_options(number))
         if f"overlay-{number}" not in nodes:
             qmp.execute("blockdev-add", **_overlay_options(number, None))
 
-    def _rotate(self, qmp: Qmp, state: DiskState, nodes: set[str]) -> None:
+    def _rotate(self, qmp: Qmp, state: DiskState, nodes: frozenset[str]) -> None:
         """Let writes go to the overlay that the state file has on top."""
         active = f"overlay-{state.active}"
         if active not in nodes:
-            self.prepare(qmp, state.active)
+            self.prepare(qmp, state.active, nodes)
         exports = _exports(qmp)
         exported = exports.get(_FUSE) or exports.get(_NBD)
         if exported is None:
@@ -177,13 +185,13 @@ class StorageDaemon:
             raise DaemonFailed("A storage daemon exports no overlay.")
         return int(number)
 
-    def overlays(self, qmp: Qmp) -> set[int]:
-        """List the overlays that the running daemon knows."""
-        names = (name.partition("-") for name in _node_names(qmp))
+    def overlays(self, nodes: frozenset[str]) -> set[int]:
+        """List the overlays among nodes."""
+        names = (name.partition("-") for name in nodes)
         return {int(number) for kind, _, number in names if kind == "overlay"}
 
-    def has_layer(self, qmp: Qmp, number: int) -> bool:
-        return f"cor-{number}" in _node_names(qmp)
+    def has_layer(self, nodes: frozenset[str], number: int) -> bool:
+        return f"cor-{number}" in nodes
 
     def export_layer(self, qmp: Qmp, number: int) -> str:
         """Let a layer be written to, over the disk's socket; returns the export's name."""
@@ -348,7 +356,7 @@ def _nbd_export(node: str) -> dict[str, Any]:
     return {"type": "nbd", "id": _NBD, "node-name": node, "name": EXPORT_NAME, "writable": True}
 
 
-def _unnamed(nodes: set[str], state: DiskState) -> list[str]:
+def _unnamed(nodes: frozenset[str], state: DiskState) -> list[str]:
     """List nodes that the state file does not name, in an order they can be deleted in."""
     wanted = {f"base-{state.base}"}
     if state.layer is not None:
