@@ -4,6 +4,7 @@ import re
 
 import pytest
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 
 from tests.browser.conftest import Person
@@ -19,6 +20,7 @@ PAUSE_S = 240
 SHOWN = {
     "terminal": "#terminal[data-attached]",
     "files": "[data-entry]",
+    "snapshots": "#snapshot-list",
     "history": "#history tbody tr",
     "settings": "main form",
 }
@@ -68,7 +70,8 @@ def test_a_person_claims_types_pauses_edits_resumes_and_finds_it_all(member: Per
     member.photographs("resumed")
 
     saves_a_checkpoint(member, path)
-    for page in ("terminal", "files", "history", "settings"):
+    looks_back(member, path)
+    for page in ("terminal", "files", "history", "snapshots", "settings"):
         member.open(f"{path}/{page}/")
         member.find(SHOWN[page], BOOT_S)
         for theme in ("light", "dark"):
@@ -91,6 +94,32 @@ def saves_a_checkpoint(member: Person, path: str) -> None:
         return len(driver.find_elements(By.CSS_SELECTOR, "#history tbody tr")) > before
 
     member.wait(rows, "the checkpoint in the history", PAUSE_S)
+
+
+def looks_back(member: Person, path: str) -> None:
+    """Drag the timeline to its oldest state, read a file of it, and fork it."""
+    member.open(f"{path}/history/")
+    slider = member.find("#moment")
+    newest = slider.get_attribute("aria-valuetext")
+    slider.send_keys(Keys.HOME)
+    assert slider.get_attribute("aria-valuetext") != newest
+    member.photographs("timeline")
+
+    member.click("#moment-browse")
+    member.sees("As of state #", PAUSE_S)
+    member.find("[data-entry='/etc']", PAUSE_S)
+    assert not member.driver.find_elements(By.CSS_SELECTOR, "[data-upload]")
+
+    member.open(f"{path}/history/")
+    member.find("#moment").send_keys(Keys.HOME)
+    member.click("#timeline form[hx-post$='/fork/'] button")
+    member.click("#confirm-yes")
+    member.sees("Forked from", PAUSE_S)
+    member.is_in_state("paused")
+    member.photographs("fork")
+    member.click("#head .actions button[hx-post$='/delete/']")
+    member.click("#confirm-yes")
+    member.wait(lambda driver: driver.current_url.endswith("/sandboxes/"), "the list", PAUSE_S)
 
 
 def edit_while_asleep(member: Person, path: str) -> None:
