@@ -4,8 +4,9 @@ fuse2fs finds a name by reading its directory from the start, so that to describ
 a large one through it takes hours. Here the directory and the inodes are read one after the
 other, as they lie on the disk, once fuse2fs has written out what it holds.
 
-The image is hostile: each number is checked against what it points into, nothing is followed
-twice, and what makes no sense is a `Senseless`, after which the caller does without.
+The image is hostile: each number is checked against what it points into, every walk ends with
+the size that a directory may have, and what makes no sense is a `Senseless`, after which the
+caller does without.
 
 Source: the kernel's Documentation/filesystems/ext4/.
 """
@@ -18,7 +19,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_DIRECTORY_BYTES = 1 << 30
+MAX_DIRECTORY_BYTES = 1 << 28
 MAX_DEPTH = 5
 
 _SUPERBLOCK_AT = 1024
@@ -95,7 +96,7 @@ class Image:
             _u16(inode, 0) & _KIND_MASK != _IS_DIRECTORY
             or not flags & _EXTENTS_FLAG
             or flags & _INLINE_FLAG
-            or size_bytes > MAX_DIRECTORY_BYTES
+            or size_bytes > min(MAX_DIRECTORY_BYTES, self._image_bytes)
         ):
             raise Senseless("the directory")
         names = self._names(inode, size_bytes // self._block_bytes)
