@@ -3,8 +3,9 @@
 An object is deleted only when nothing can ever need it again. Why that holds, whatever
 races, and however long any worker or collector sleeps on any line:
 
-1. A *live root* is the root of a `Generation` row. Heads, snapshots, templates and history
-   are such rows; a fork is a volume whose head is one. Whoever makes something of a
+1. A *live root* is the root of a `Generation` row, or of a `Reading` that began while there
+   was one. Heads, snapshots, templates and history are such rows; a fork is a volume whose
+   head is one. Whoever makes something of a
    generation holds its row (`services.keep_generation`, or the foreign key), so it cannot
    be given up in the same moment.
 2. A commit can be published under the epoch that is its volume's, and only if it was made
@@ -32,8 +33,9 @@ races, and however long any worker or collector sleeps on any line:
 7. Volumes of the release before know no base in their names, so 3 does not hold for them:
    their objects are deleted only under an earlier epoch than the volume's.
 
-The grace is there for readers: an export that has begun to read a generation may go on for
-so long after it was given up. A root that cannot be read spares all that its owner has.
+The grace is there for whoever still reads a generation that was just given up; one who
+will read for long says so (`services.begin_reading`).
+A root that cannot be read spares all that its owner has.
 """
 
 import logging
@@ -53,16 +55,15 @@ from django.utils import timezone
 from common.units import GiB
 from hosts import local
 from hosts.keys import DatabaseKeys
-from hosts.models import Generation, StoredObject, Volume
+from hosts.models import Generation, Reading, StoredObject, Volume
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.collect import (
-    LIVE_SHARE,
     Mark,
     Moved,
     Reader,
     Repacking,
-    live_blocks,
-    live_bytes,
+    Uses,
+    worth_emptying,
 )
 from hosts.volumes.commit import open_root
 from hosts.volumes.errors import Corrupt, KeyDestroyed, ObjectMissing, StoreUnavailable
@@ -86,6 +87,8 @@ UNREADABLE = 3
 """So many roots may be unavailable before a run gives up."""
 PACKS_AT_ONCE = 64
 """Of one volume, in one run."""
+COPIED_SHARE = 0.05
+"""Of a volume's packs, in one run."""
 REPACKED_BYTES = 2 * GiB
 """Copied in one run; the next goes on."""
 DONORS = 8
@@ -184,6 +187,10 @@ class Collector:
             for volume in root.volumes():
                 self._named_by.setdefault(volume, set()).add(root_key)
         self._done.roots = len(self._roots)
+        for root_key in _read_roots() - self._roots.keys():
+            root = self._read_root(root_key, "")
+            if root is not None:
+                mark.add(root_key, root)
         return mark
 
     def _read_root(self, root_key: str, owner: str) -> Root | None:
@@ -272,40 +279,50 @@ class Collector:
         self, mark: Mark, volume: bytes, packs: set[ObjectName], fixed: set[int]
     ) -> int:
         """Empty sparse packs of a volume; return how many bytes were copied at most."""
-        naming = [
-            key
-            for key in sorted(self._named_by.get(volume, ()), key=self._age)
-            if not packs.isdisjoint(self._reader.root(key).packs)
-        ]
-        needed = live_bytes(live_blocks(self._reader, naming, packs))
-        sparse = sorted(
-            pack
-            for pack in packs
-            if needed.get(pack, 0) < LIVE_SHARE * mark.packs[pack].stored_bytes
-        )[:PACKS_AT_ONCE]
+        roots = sorted(self._named_by.get(volume, ()), key=self._age)
+        naming = [key for key in roots if not packs.isdisjoint(self._reader.root(key).packs)]
+        uses = Uses(self._reader, naming, packs)
+        root_bytes = max(self._reader.root(key).encoded_bytes() for key in naming)
+        sparse = self._some(mark, volume, worth_emptying(uses, mark, root_bytes), uses)
         if not sparse:
             return 0
-        held = [key for key in naming if any(row.pk in fixed for row in self._roots[key])]
-        movable = [key for key in naming if key not in held]
+        emptied = uses.naming(sparse)
+        held = {key for key in emptied if any(row.pk in fixed for row in self._roots[key])}
+        movable = [key for key in roots if key in emptied - held]
         moved = self._move(mark, volume, sparse, movable)
-        others = [key for key in self._named_by[volume] if key not in naming]
-        donor = next(reversed(moved.values()), max(others, key=self._age, default=None))
-        self._ask_attached(sparse, held, donor)
+        others = [key for key in roots if key not in emptied]
+        self._ask_attached(sparse, held, next(reversed([*others, *moved.values()]), None))
         self._done.repacked += len(sparse)
-        return sum(needed[pack] for pack in sparse if pack in needed)
+        needed = uses.needed_bytes()
+        return sum(needed[pack] for pack in sparse)
+
+    def _some(
+        self, mark: Mark, volume: bytes, packs: Sequence[ObjectName], uses: Uses
+    ) -> list[ObjectName]:
+        """Take the sparsest packs: what is copied lies in the store twice for a grace."""
+        needed = uses.needed_bytes()
+        stored = sum(m.stored_bytes for name, m in mark.packs.items() if name.volume == volume)
+        budget_bytes = COPIED_SHARE * stored
+        chosen: list[ObjectName] = []
+        for pack in sorted(
+            packs, key=lambda pack: needed[pack] / mark.packs[pack].stored_bytes
+        ):
+            budget_bytes -= needed[pack]
+            if chosen and (budget_bytes < 0 or len(chosen) == PACKS_AT_ONCE):
+                break
+            chosen.append(pack)
+        return chosen
 
     def _age(self, root_key: str) -> tuple[int, int]:
         return max((row.number, row.pk) for row in self._roots[root_key])
 
     def _move(
-        self, mark: Mark, volume: bytes, packs: Collection[ObjectName], root_keys: Sequence[str]
+        self, mark: Mark, volume: bytes, packs: Sequence[ObjectName], root_keys: Sequence[str]
     ) -> dict[str, str]:
         """Give roots twins that do not name these packs; return old key → new key."""
-        packs = set(packs)
-        todo = [key for key in root_keys if not packs.isdisjoint(self._reader.root(key).packs)]
-        if not todo:
+        if not root_keys:
             return {}
-        involved = {volume} | {parse_key(key)[1].volume for key in todo}
+        involved = {volume} | {parse_key(key)[1].volume for key in root_keys}
         found = Volume.objects.in_bulk([UUID(bytes=one) for one in involved])
         repacking = Repacking(
             self._store,
@@ -317,12 +334,12 @@ class Collector:
             epochs={one.bytes: row.epoch for one, row in found.items()},
             reserve=_reserve,
         )
-        blocks = live_blocks(self._reader, todo, packs)
+        blocks = Uses(self._reader, root_keys, set(packs)).blocks
         newest = sorted(self._named_by[volume], key=self._age)[-DONORS:]
         repacking.find_elsewhere(blocks, newest, mark)
         repacking.copy(blocks)
         done = {}
-        for key in todo:
+        for key in root_keys:
             twin = repacking.move(key)
             if self._publish_twin(twin):
                 done[twin.old_key] = twin.new_key
@@ -344,7 +361,7 @@ class Collector:
             return bool(Generation.objects.filter(pk__in=pks).update(root_key=twin.new_key))
 
     def _ask_attached(
-        self, packs: Sequence[ObjectName], held: Sequence[str], donor: str | None
+        self, packs: Sequence[ObjectName], held: Collection[str], donor: str | None
     ) -> None:
         """Have the next commit of attached volumes leave these packs.
 
@@ -482,6 +499,12 @@ def unpinned(generations: QuerySet[Generation]) -> QuerySet[Generation]:
         )
         generations = generations.filter(~Exists(naming))
     return generations
+
+
+def _read_roots() -> set[str]:
+    """List the roots that somebody reads without a generation that has them (any more)."""
+    readings = Reading.objects.filter(until__gt=timezone.now())
+    return set(readings.values_list("root_key", flat=True))
 
 
 def _reserve(volume: bytes, key: str, size_bytes: int) -> None:

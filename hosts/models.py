@@ -250,3 +250,16 @@ class StoredObject(models.Model):
 
     def __str__(self) -> str:
         return self.key
+
+
+class Reading(models.Model):
+    """Somebody reads a generation without attaching it: what its root names stays until then.
+
+    The generation itself may be given up, or moved to another root, meanwhile.
+    """
+
+    root_key = models.CharField(max_length=200)
+    until = models.DateTimeField()
+
+    def __str__(self) -> str:
+        return f"{self.root_key} until {self.until}"

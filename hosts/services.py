@@ -1,7 +1,7 @@
 """Placing guests on the fleet, and who may write to a volume."""
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from ipaddress import IPv4Address, IPv4Network
 from uuid import UUID
 
@@ -18,7 +18,7 @@ from hosts.errors import (
     VolumeBusy,
 )
 from hosts.keys import data_key_of
-from hosts.models import Generation, Host, Placement, StoredObject, Volume
+from hosts.models import Generation, Host, Placement, Reading, StoredObject, Volume
 from hosts.network import addresses
 from hosts.volumes.commit import Commit, Rewrite
 from hosts.volumes.naming import parse_key
@@ -135,6 +135,19 @@ def keep_generation(generation: Generation) -> None:
     if row is None:
         raise GenerationGone
     generation.root_key = row[0]
+
+
+def begin_reading(generation: Generation, *, span: timedelta) -> str:
+    """Keep all that a generation needs for a while, whatever becomes of it; give its root.
+
+    Raises:
+        GenerationGone: it was given up a moment ago.
+    """
+    with transaction.atomic():
+        keep_generation(generation)
+        Reading.objects.filter(until__lt=timezone.now()).delete()
+        Reading.objects.create(root_key=generation.root_key, until=timezone.now() + span)
+    return generation.root_key
 
 
 def attach_volume(volume_id: UUID, *, host: Host, purpose: Volume.Purpose) -> Volume:

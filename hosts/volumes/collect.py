@@ -141,23 +141,73 @@ class Reader:
                     yield self.leaf(root, ref)
 
 
-def live_blocks(
-    reader: Reader, root_keys: Iterable[str], packs: Collection[ObjectName]
-) -> Blocks:
-    """List the blocks that any of these roots needs of some packs."""
-    blocks: Blocks = {}
-    for leaf in reader.leaves(root_keys):
-        for _, entry in leaf.entries(packs):
-            blocks[entry.pack, entry.offset] = entry
-    return blocks
+class Uses:
+    """What some roots need of some packs: the blocks, and the leaves that say so."""
+
+    def __init__(
+        self, reader: Reader, root_keys: Iterable[str], packs: Collection[ObjectName]
+    ) -> None:
+        self.blocks: Blocks = {}
+        self._roots: dict[str, frozenset[LeafRef]] = {}
+        self._packs: dict[LeafRef, frozenset[ObjectName]] = {}
+        for key in root_keys:
+            root = reader.root(key)
+            for ref in root.leaves.values():
+                if ref not in self._packs:
+                    self._look(ref, reader.leaf(root, ref), packs)
+            self._roots[key] = frozenset(
+                ref for ref in root.leaves.values() if self._packs[ref]
+            )
+
+    def _look(self, ref: LeafRef, leaf: Leaf, packs: Collection[ObjectName]) -> None:
+        self._packs[ref] = frozenset(pack for pack in leaf.packs if pack in packs)
+        for _, entry in leaf.entries(self._packs[ref]):
+            self.blocks[entry.pack, entry.offset] = entry
+
+    def needed_bytes(self) -> dict[ObjectName, int]:
+        """Sum the blocks by pack."""
+        sums: dict[ObjectName, int] = {}
+        for (pack, _), entry in self.blocks.items():
+            sums[pack] = sums.get(pack, 0) + entry.length
+        return sums
+
+    def _leaves(self, packs: Collection[ObjectName]) -> set[LeafRef]:
+        wanted = set(packs)
+        return {ref for ref, named in self._packs.items() if not wanted.isdisjoint(named)}
+
+    def naming(self, packs: Collection[ObjectName]) -> set[str]:
+        """List the roots that name any of some packs."""
+        leaves = self._leaves(packs)
+        return {key for key, refs in self._roots.items() if not leaves.isdisjoint(refs)}
+
+    def index_bytes(self, packs: Collection[ObjectName], root_bytes: int) -> int:
+        """Say what the leaves and roots that name some packs take, and their twins would."""
+        leaves = sum(ref.length for ref in self._leaves(packs))
+        return leaves + root_bytes * len(self.naming(packs))
 
 
-def live_bytes(blocks: Blocks) -> dict[ObjectName, int]:
-    """Sum blocks by pack."""
-    sums: dict[ObjectName, int] = {}
-    for (pack, _), entry in blocks.items():
-        sums[pack] = sums.get(pack, 0) + entry.length
-    return sums
+def worth_emptying(uses: Uses, mark: Mark, root_bytes: int) -> list[ObjectName]:
+    """Choose the packs whose emptying frees the most beyond what it writes.
+
+    Every root that names a pack gets new leaves. While a long history does, waiting until
+    it is thinned is cheaper than rewriting it; a pack that few roots name is emptied soon.
+    """
+    needed = uses.needed_bytes()
+    sparse = [
+        pack
+        for pack in sorted(needed)
+        if needed[pack] < LIVE_SHARE * mark.packs[pack].stored_bytes
+    ]
+    named_by = {pack: len(uses.naming([pack])) for pack in sparse}
+    best: list[ObjectName] = []
+    best_gain = 0
+    for most in sorted(set(named_by.values())):
+        packs = [pack for pack in sparse if named_by[pack] <= most]
+        freed = sum(mark.packs[pack].stored_bytes - needed[pack] for pack in packs)
+        gain = freed - uses.index_bytes(packs, root_bytes)
+        if gain > best_gain:
+            best, best_gain = packs, gain
+    return best
 
 
 class Moved(NamedTuple):

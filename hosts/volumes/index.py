@@ -265,6 +265,15 @@ class Root:
         magic = _OLD_ROOT_MAGIC if self.parent is None else _ROOT_MAGIC
         return magic + compress(b"".join(parts))
 
+    def encoded_bytes(self) -> int:
+        """Say about how long it is when it is encoded: hashes do not get shorter."""
+        return (
+            _ROOT_HEAD.size
+            + len(self.packs) * _ROOT_PACK.size
+            + len(self.objects) * _ROOT_OBJECT.size
+            + len(self.leaves) * _ROOT_LEAF.size
+        )
+
     @classmethod
     def decode(cls, body: bytes) -> Self:
         """Read what `encode` wrote.

@@ -7,12 +7,13 @@ from random import Random
 
 import pytest
 from django.db import connection, transaction
+from django.utils import timezone
 
 from hosts.collection import stored_bytes, stored_bytes_by_owner, unpinned
 from hosts.errors import GenerationGone, HeadMoved, ObjectsCollected, StaleEpoch
 from hosts.keys import DatabaseKeys, destroy
 from hosts.models import Generation, StoredObject, Volume
-from hosts.services import new_volume, publish_commit, publish_generation
+from hosts.services import begin_reading, new_volume, publish_commit, publish_generation
 from hosts.volumes.errors import KeyDestroyed, StoreUnavailable
 from hosts.volumes.failpoints import NAMES, VARIABLE
 from tests.hosts.collecting import GRACE, World
@@ -155,6 +156,18 @@ def test_what_a_destroyed_key_encrypted_is_garbage(world: World) -> None:
     world.settle()
     assert not world.packs_of(mine.pk)
     assert world.packs_of(base.volume_id)
+
+
+def test_what_somebody_reads_stays_until_the_reading_ends(world: World) -> None:
+    base = world.import_volume("7")
+    before = dict(world.store.objects)
+    begin_reading(base, span=world.now - timezone.now() + timedelta(days=2))
+    delete(volume_of(base))
+    world.settle()
+    assert world.store.objects == before
+    world.pass_time(timedelta(days=3))
+    world.settle()
+    assert not world.store.objects
 
 
 # -- races ------------------------------------------------------------------------------------
