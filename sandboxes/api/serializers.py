@@ -222,7 +222,7 @@ class NewSnapshot(StrictSerializer):
 
     name = serializers.CharField(max_length=255, allow_blank=True, default="")
     description = serializers.CharField(max_length=2000, allow_blank=True, default="")
-    expires_at = serializers.DateTimeField(required=False)
+    expires_at = serializers.DateTimeField(required=False, allow_null=True)
     consistency = _consistency()
 
 
