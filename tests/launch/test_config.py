@@ -1,3 +1,4 @@
+import base64
 import ipaddress
 import shlex
 import socket
@@ -80,6 +81,23 @@ def test_secrets_are_for_their_owner_alone(config: Config, who: Person) -> None:
     gate_key = Path(config.env["GATE_KEY_FILE"])
     assert (mode(platform_key), platform_key.stat().st_uid) == (0o600, who.uid)
     assert (mode(gate_key), gate_key.stat().st_uid) == (0o600, 0)
+
+
+def test_the_master_key_is_made_once_and_is_its_owners_alone(state_dir: Path) -> None:
+    path = Path(configure({}, state_dir=state_dir).env["MASTER_KEY_FILE"])
+    key = path.read_text()
+    configure({}, state_dir=state_dir)
+
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(base64.b64decode(key)) == 32
+    assert path.read_text() == key
+
+
+def test_a_given_master_key_is_used_and_none_is_made(state_dir: Path) -> None:
+    config = configure({"MASTER_KEY_CLASS": "vault.Kms"}, state_dir=state_dir)
+
+    assert "MASTER_KEY_FILE" not in config.env
+    assert not (state_dir / "secrets/master_key").exists()
 
 
 def test_keys_are_what_their_public_halves_say(config: Config) -> None:
