@@ -17,7 +17,7 @@ from common.units import GiB, KiB, MiB
 from hosts.volumes import collect, commit
 from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK
 from hosts.volumes.cache import ObjectCache
-from hosts.volumes.collect import Mark, Reader, Repacking, live_blocks
+from hosts.volumes.collect import Mark, Reader, Repacking, Uses
 from hosts.volumes.commit import commit_overlays, import_image, load_root, open_root
 from hosts.volumes.index import LEAF_BLOCKS, Leaf, LeafRef, Root
 from hosts.volumes.keys import Keyring
@@ -238,7 +238,7 @@ def _repack(world: History, live: list[Generation], which: int) -> None:
         epochs={generation.volume.bytes: 99 for generation in world.generations},
         reserve=lambda _volume, key, _size: reserved.add(key),
     )
-    blocks = live_blocks(reader, keys, packs)
+    blocks = Uses(reader, keys, packs).blocks
     repacking.find_elsewhere(blocks, [one.root_key for one in live], mark)
     before = set(world.store.objects)
     repacking.copy(blocks)
