@@ -34,6 +34,8 @@ GRACE = timedelta(hours=6)
 CONTENT_BYTES = 2 * KiB
 """Of each block that tests write; the rest is zeros, so that they are quick."""
 
+SETTLE_RUNS = 40
+
 Content = dict[int, bytes]
 
 
@@ -156,11 +158,14 @@ class World:
         return Collector(self.store, self.cache, DatabaseKeys(), grace=GRACE)
 
     def settle(self) -> None:
-        """Let the collector find all that is dead, and delete it after the grace."""
-        for _ in range(3):
-            self.collect()
+        """Let the collector work, a grace apart, until it finds nothing more to do."""
+        for _ in range(SETTLE_RUNS):
+            done = self.collect()
+            is_waiting = StoredObject.objects.filter(dead_at__isnull=False).exists()
+            if not (done.buried or done.moved or is_waiting):
+                return
             self.pass_time(GRACE + timedelta(minutes=1))
-        self.collect()
+        raise AssertionError("The collector does not come to an end.")
 
     # -- what must be true ----------------------------------------------------------------
 
