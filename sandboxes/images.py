@@ -14,6 +14,8 @@ from uuid import UUID
 
 import asyncssh
 from django.db import transaction
+from django.http import StreamingHttpResponse
+from django.http.response import HttpResponseBase
 from django.utils import timezone
 
 from accounts.services import Doer, record_event
@@ -190,3 +192,12 @@ async def _pieces(
 
 def _keep_on(cut: Cut) -> None:
     Cut.objects.filter(pk=cut.pk).update(keep_until=timezone.now() + timedelta(hours=1))
+
+
+def sent(download: ImageDownload) -> HttpResponseBase:
+    """Return the answer that carries an image; its length tells when it was cut short."""
+    response = StreamingHttpResponse(download.pieces, content_type="application/octet-stream")
+    response["Content-Length"] = str(download.size_bytes)
+    response["Content-Disposition"] = f'attachment; filename="{download.name}"'
+    response["Cache-Control"] = "private, no-store"
+    return response

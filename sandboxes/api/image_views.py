@@ -1,7 +1,6 @@
 """Disks as files: exports of sandboxes and snapshots."""
 
 from django.conf import settings
-from django.http import StreamingHttpResponse
 from django.http.response import HttpResponseBase
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import extend_schema
@@ -41,7 +40,9 @@ class SandboxExport(AsyncTeamView):
         sandbox = await run_db(find_sandbox, sandbox_id, self.team)
         query = ExportQuery(data=request.query_params)
         query.is_valid(raise_exception=True)
-        return sent(await images.export_sandbox(sandbox, by=self.doer, **query.validated_data))
+        return images.sent(
+            await images.export_sandbox(sandbox, by=self.doer, **query.validated_data)
+        )
 
 
 class SnapshotExport(AsyncTeamView):
@@ -55,7 +56,7 @@ class SnapshotExport(AsyncTeamView):
     )
     async def get(self, request: Request, snapshot_id: str) -> HttpResponseBase:
         snapshot = await run_db(snapshots.find_snapshot, snapshot_id, self.team)
-        return sent(await images.export_snapshot(snapshot, by=self.doer))
+        return images.sent(await images.export_snapshot(snapshot, by=self.doer))
 
 
 class TemplateImport(AsyncTeamView):
@@ -97,12 +98,3 @@ def _length_of(request: Request) -> int:
     if int(text) > settings.IMPORT_MAX_BYTES:
         raise FileTooLarge(settings.IMPORT_MAX_BYTES)
     return int(text)
-
-
-def sent(download: images.ImageDownload) -> HttpResponseBase:
-    """Return the answer that carries an image; its length tells when it was cut short."""
-    response = StreamingHttpResponse(download.pieces, content_type="application/octet-stream")
-    response["Content-Length"] = str(download.size_bytes)
-    response["Content-Disposition"] = f'attachment; filename="{download.name}"'
-    response["Cache-Control"] = "private, no-store"
-    return response

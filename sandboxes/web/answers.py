@@ -33,7 +33,7 @@ def sandbox_or_404(request: TeamRequest, sandbox_id: str) -> Sandbox:
         Http404: the id is malformed, unknown, or another team's.
     """
     sandboxes = Sandbox.objects.of(request.team)
-    related = ("host", "team", "template", "volume__head", "volume__attached_host")
+    related = ("host", "team", "template", "parent", "volume__head", "volume__attached_host")
     found = None
     if SANDBOX_ID.fullmatch(sandbox_id):
         found = sandboxes.select_related(*related).filter(pk=sandbox_id).first()

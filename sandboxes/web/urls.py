@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from sandboxes.web import disk_views, file_views, snapshot_views, views
+from sandboxes.web import disk_views, file_views, image_views, snapshot_views, views
 
 urlpatterns = [
     path("", views.home, name="home"),
@@ -62,6 +62,16 @@ urlpatterns = [
         "sandboxes/<str:sandbox_id>/template/",
         snapshot_views.template_create,
         name="template-create",
+    ),
+    path(
+        "sandboxes/<str:sandbox_id>/export.qcow2",
+        image_views.sandbox_export,
+        name="sandbox-export",
+    ),
+    path(
+        "snapshots/<str:snapshot_id>/export.qcow2",
+        image_views.snapshot_export,
+        name="snapshot-export",
     ),
     path(
         "snapshots/<str:snapshot_id>/delete/",
