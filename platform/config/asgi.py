@@ -6,16 +6,17 @@ from typing import Any
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "config.settings")
 
+import django
 from channels.auth import AuthMiddlewareStack
 from channels.routing import ProtocolTypeRouter, URLRouter
-from django.core.asgi import get_asgi_application
 from django.urls import re_path
 
 # Django must be set up before anything below imports a model.
-console = get_asgi_application()
+django.setup(set_prefix=False)
 
 from accounts.api.sockets import KeyRequired
 from accounts.web.sockets import SameSiteOnly
+from common.api.bodies import StreamingHandler
 from common.api.routing import (
     ApiHandler,
     hold_no_thread,
@@ -31,6 +32,7 @@ warnings.filterwarnings("ignore", "StreamingHttpResponse must consume synchronou
 
 hold_no_thread()
 api = ApiHandler()
+console = StreamingHandler()
 
 
 async def http(scope: Scope, receive: Receive, send: Send) -> None:

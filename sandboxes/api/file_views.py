@@ -16,6 +16,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accounts.api.views import AsyncTeamView
+from common.api import bodies
 from common.api.database import run_db
 from common.api.envelope import ok
 from sandboxes import files
@@ -26,7 +27,6 @@ from sandboxes.api.serializers import Move
 from sandboxes.errors import BadPath, FileTooLarge
 from sandboxes.filenames import to_text
 
-READ_BODY_BYTES = 512 * 1024
 LIMIT = re.compile(r"[0-9]{1,6}", re.ASCII)
 GENERATION = re.compile(r"[0-9]{1,9}", re.ASCII)
 
@@ -301,12 +301,9 @@ def _content_length(request: Request) -> int | None:
     return size_bytes
 
 
-async def body_of(request: Request) -> AsyncIterator[bytes]:
+def body_of(request: Request) -> AsyncIterator[bytes]:
     """Give a request's raw body in pieces."""
-    # By now the server has it whole, in memory or in a temporary file.
-    body = request._request  # noqa: SLF001  (DRF would parse it by its media type)
-    while piece := body.read(READ_BODY_BYTES):
-        yield piece
+    return bodies.body_of(request._request)  # noqa: SLF001  (DRF would parse it)
 
 
 def _flag(query: dict[str, str], name: str) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 from asgiref.sync import iscoroutinefunction
 from django.conf import settings
-from django.core.handlers.asgi import ASGIHandler
 from django.core.handlers.exception import convert_exception_to_response
 from django.core.signals import request_started
 from django.db import close_old_connections, reset_queries
@@ -19,13 +18,15 @@ from django.http.response import HttpResponseBase
 from django.utils.decorators import sync_and_async_middleware
 from django.utils.module_loading import import_string
 
+from common.api.bodies import StreamingHandler, is_streamed
 from common.api.envelope import plain_failure
 from common.api.errors import CODES
 from common.api.sockets import Application, Message, Receive, Scope, Send
 from common.units import MiB
 
 # The largest file that one request may write, and room for a form around it. Django keeps
-# a body in a temporary file before any view sees it, so the limit has to be out here.
+# a body in a temporary file before any view sees it, so the limit has to be out here. A view
+# that reads a streamed body has a limit of its own.
 BODY_LIMIT_BYTES = 104 * MiB
 
 SECURITY_HEADERS = {
@@ -47,7 +48,7 @@ def is_api_path(path: str) -> bool:
     return path.startswith(settings.API_PREFIXES)
 
 
-class ApiHandler(ASGIHandler):
+class ApiHandler(StreamingHandler):
     """Django's handler with API_MIDDLEWARE alone, which must be async and without hooks.
 
     A request that waits in an async view then holds no thread.
@@ -120,6 +121,9 @@ def limit_bodies(application: Application, limit_bytes: int = BODY_LIMIT_BYTES) 
     """Wrap an ASGI application so that a body over the limit is answered with 413."""
 
     async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        if is_streamed(scope):
+            await application(scope, receive, send)
+            return
         if _content_length(scope["headers"]) > limit_bytes:
             await _refuse_body(send, limit_bytes)
             return

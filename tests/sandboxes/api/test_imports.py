@@ -1,16 +1,22 @@
 """Templates of uploaded images, through a gate, to a real store."""
 
+import json
 import os
+import socket
 import subprocess
+from contextlib import closing
 from datetime import timedelta
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from django.utils import timezone
 
-from accounts.models import Team
+from accounts.models import ApiKey, Team
+from common.api.routing import BODY_LIMIT_BYTES
 from common.units import MiB
 from hosts import local
 from hosts.image_exports import ImageExports
@@ -19,6 +25,7 @@ from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.image_stream import open_stream
 from sandboxes import images, importing, templates
 from sandboxes.models import Sandbox, Template
+from tests.fakes.guest_link import wait_until
 from tests.sandboxes.api.test_exports import exports, gated, s3, s3_server
 
 __all__ = ["exports", "gated", "s3", "s3_server"]
@@ -81,6 +88,55 @@ def test_an_image_becomes_a_template(
     assert answer.status_code == 201
     sandbox = Sandbox.objects.select_related("volume").get(template=template)
     assert sandbox.volume.head_id == template.generation_id
+
+
+def test_an_image_may_be_larger_than_other_bodies(
+    http: httpx.Client, exports: ImageExports, raw: Path
+) -> None:
+    with raw.open("r+b") as file:
+        # Room after the file system, with nothing in it.
+        file.truncate(BODY_LIMIT_BYTES + 4 * MiB)
+        response = http.post(URL, params={"template_id": "mine"}, content=file)
+
+    assert response.status_code == 202, response.text
+    assert Template.objects.get(template_id="mine").creation == "ready"
+    assert not left(exports)
+
+
+def test_one_over_the_limit_is_refused_before_it_is_sent(
+    url: str, alices_key: tuple[ApiKey, str], settings: Any
+) -> None:
+    settings.IMPORT_MAX_BYTES = MiB
+    with closing(HTTPConnection(url.removeprefix("http://"), timeout=20)) as client:
+        client.putrequest("POST", f"/api/v1{URL}?template_id=mine")
+        client.putheader("Authorization", f"Bearer {alices_key[1]}")
+        client.putheader("Content-Length", str(MiB + 1))
+        client.endheaders()  # and nothing of the image
+        response = client.getresponse()
+        body = json.load(response)
+
+    assert response.status == 413
+    assert body["success"] is False
+    assert body["error"]["code"] == "file_too_large"
+    assert not Template.objects.exists()
+
+
+def test_one_whose_sender_goes_away_leaves_nothing(
+    url: str, alices_key: tuple[ApiKey, str], exports: ImageExports
+) -> None:
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname, where.port)) as client:
+        client.sendall(
+            f"POST /api/v1{URL}?template_id=mine HTTP/1.1\r\nHost: localhost\r\n"
+            f"Authorization: Bearer {alices_key[1]}\r\n"
+            f"Content-Length: {64 * MiB}\r\n\r\n".encode()
+        )
+        client.sendall(b"x" * MiB)
+        wait_until(lambda: bool(exports._running))
+        assert Template.objects.get().creation == "creating"
+
+    wait_until(lambda: not Template.objects.exists())
+    wait_until(lambda: not left(exports))
 
 
 def test_one_that_is_refused_says_why_and_leaves_nothing(
