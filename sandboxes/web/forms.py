@@ -206,6 +206,20 @@ class TemplateForm(forms.Form):
         return value
 
 
+class ImportForm(TemplateForm):
+    """A template to make of an uploaded image; the id comes first, the image last."""
+
+    image = forms.FileField(
+        label="Image",
+        help_text="qcow2 or raw: an ext4 file system without partitions, standing alone.",
+        widget=forms.ClearableFileInput({"class": "form-control"}),
+        error_messages={
+            "required": "Choose a file.",
+            "empty": "The file is empty.",
+        },
+    )
+
+
 def templates_for(team: Team) -> list[Template]:
     """Return what the team can start from: its own before the public one of the same id."""
     found: dict[str, Template] = {}

@@ -84,4 +84,5 @@ urlpatterns = [
         name="template-delete",
     ),
     path("templates/", snapshot_views.template_list, name="template-list"),
+    path("templates/import/", image_views.template_import, name="template-import"),
 ]

@@ -37,12 +37,18 @@ async def test_no_more_is_taken_than_is_read() -> None:
 
 
 async def test_a_thread_reads_it_as_a_file() -> None:
-    body = StreamedBody(Sender(b"abcd", b"ef").receive)
+    body = StreamedBody(Sender(b"abcd", b"ef", b"g\n\nh", b"i").receive)
 
     def read() -> list[bytes]:
-        return [body.read(3), body.read(3), body.read(), body.read(3)]
+        return [body.read(3), body.read(3), body.read(9), *iter(body.readline, b"")]
 
-    assert await sync_to_async(read)() == [b"abc", b"d", b"ef", b""]
+    assert await sync_to_async(read)() == [b"abc", b"d", b"ef", b"g\n", b"\n", b"h", b"i"]
+
+
+async def test_all_of_a_small_one_is_read_at_once() -> None:
+    body = StreamedBody(Sender(b"abcd", b"ef").receive)
+
+    assert await sync_to_async(body.read)() == b"abcdef"
 
 
 async def test_it_is_not_read_whole_where_it_is_large(settings: Any) -> None:

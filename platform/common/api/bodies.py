@@ -48,7 +48,7 @@ class StreamedBody:
         self._receive = receive
         self._is_announced = False
         self._ended = asyncio.Event()
-        self._left = b""
+        self._piece, self._at = b"", 0
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Give what comes, until all of it did.
@@ -89,25 +89,37 @@ class StreamedBody:
         """
         if size_bytes < 0:
             return self._read_all()
-        piece = self._left or self._wait()
-        self._left = piece[size_bytes:]
-        return piece[:size_bytes]
+        self._fill()
+        return self._take(self._at + size_bytes)
+
+    def readline(self) -> bytes:
+        """Read in a thread up to the end of a line, or of what has come."""
+        self._fill()
+        end = self._piece.find(b"\n", self._at) + 1
+        return self._take(end or len(self._piece))
 
     def _read_all(self) -> bytes:
         whole = bytearray()
-        while piece := self._left or self._wait():
-            self._left = b""
-            whole += piece
+        while self._fill():
+            whole += self._take(len(self._piece))
             if len(whole) > settings.DATA_UPLOAD_MAX_MEMORY_SIZE:
                 raise RequestDataTooBig("A body is too large to be read at once.")
         return bytes(whole)
 
-    def _wait(self) -> bytes:
-        try:
-            return async_to_sync(self._next)()
-        except BodyBroken as error:
-            # What Django expects of a file.
-            raise ConnectionError(str(error)) from error
+    def _fill(self) -> bool:
+        """Wait where nothing is left of the last piece; say whether there is something."""
+        if self._at >= len(self._piece):
+            try:
+                self._piece, self._at = async_to_sync(self._next)(), 0
+            except BodyBroken as error:
+                # What Django expects of a file.
+                raise ConnectionError(str(error)) from error
+        return bool(self._piece)
+
+    def _take(self, end: int) -> bytes:
+        taken = self._piece[self._at : end]
+        self._at += len(taken)
+        return taken
 
     def close(self) -> None:
         """Do nothing: the server ends it with the request."""
