@@ -226,6 +226,7 @@ def _see_to_files(host: Host) -> Iterator[FollowUp]:
     ).select_related("volume")
     files = local.paused_files()
     files.warm()
+    local.disks().warm()
     for sandbox in opened:
         volume = sandbox.volume
         if sandbox.state != State.PAUSED:

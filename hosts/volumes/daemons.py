@@ -2,11 +2,13 @@
 
 A daemon is known by its pidfile, whose path is on its command line and in no other
 process's: so a number that was given to another process since is never taken for it, even
-when its start was never recorded because the worker died.
+when its start was never recorded because the worker died. One that was started ahead (see
+`spares`) has another path there, of which a file beside the pidfile says a part.
 """
 
 import os
 import pwd
+import re
 import select
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from hosts.volumes.errors import DaemonFailed
 START_TIMEOUT_S = 60
 ENDED_TIMEOUT_S = 10
 _ERROR_TAIL = 2000
+_NAME_BYTES = 29
 
 
 def start_daemon(
@@ -70,7 +73,38 @@ def daemon_pid(pidfile: Path) -> int | None:
     except (FileNotFoundError, ProcessLookupError, ValueError):
         return None
     # Empty for a zombie: it has ended.
-    return pid if os.fsencode(pidfile) in arguments else None
+    if os.fsencode(pidfile) in arguments:
+        return pid
+    name = spare_name(pidfile)
+    if name is None:
+        return None
+    first = pidfile.parents[2] / "spares" / name / pidfile.name
+    return pid if os.fsencode(first) in arguments else None
+
+
+def spare_mark(pidfile: Path) -> Path:
+    """Say which file names the spare that a disk's daemon was."""
+    return pidfile.with_suffix(".spare")
+
+
+def spare_name(pidfile: Path) -> str | None:
+    """Say under which name a disk's daemon was started ahead; None if it was not.
+
+    The folder is the daemons' own, so the name is not trusted: whatever it is, no process
+    but a spare of this host has it on its command line.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(spare_mark(pidfile), flags), "rb") as file:
+            name = (file.read(_NAME_BYTES + 1) or b"").decode(errors="replace")
+    except OSError:
+        return None
+    return name if is_spare_name(name) else None
+
+
+def is_spare_name(name: str) -> bool:
+    """Tell whether a spare's folder may have this name."""
+    return re.fullmatch(r"[0-9a-f]{12}-[0-9a-f]{16}", name) is not None
 
 
 def end_daemon(pidfile: Path, *, grace_s: float) -> None:

@@ -33,6 +33,7 @@ from hosts.volumes.objects import ObjectStore, StoreConfig
 from hosts.volumes.pacing import DEFAULT_BUDGET_BYTES, FREE_SHARE, NO_LIMITS, Limits
 from hosts.volumes.qcow2 import open_overlay
 from hosts.volumes.qmp import TIMEOUT_S, Qmp, QmpRefused
+from hosts.volumes.spares import Spares
 from hosts.volumes.start import RECORD_S
 from hosts.volumes.storage_daemon import EXPORT_NAME, StorageDaemon
 
@@ -125,7 +126,12 @@ class Disk:
     """One disk. Whoever changes it holds its lock (see `Disks`)."""
 
     def __init__(
-        self, config: DisksConfig, volume_id: UUID, store: ObjectStore, cache: ObjectCache
+        self,
+        config: DisksConfig,
+        volume_id: UUID,
+        store: ObjectStore,
+        cache: ObjectCache,
+        spares: Spares,
     ) -> None:
         self._config = config
         self._store = store
@@ -143,6 +149,7 @@ class Disk:
             cache_budget_bytes=config.cache_budget_bytes,
             start_s=config.start_s,
             user=config.user,
+            take_spare=spares.take,
         )
 
     def _require(self) -> DiskState:

@@ -16,6 +16,7 @@ its own (a snapshot): until that is published, no other cut is made that could b
 in its place. They are taken in the order cuts, uploads, state.
 
     RUN_DIR/disks/<volume hex>/       sockets, pidfiles, what the export needs; the daemons' own
+    RUN_DIR/spares/                   an export that waits for the next disk, see `spares`
     STATE_DIR/overlays/<volume hex>/  overlay-<n>.qcow2, layer-<n>.qcow2, state.json
     STATE_DIR/cache/                  the host's cache, see `cache`
 """
@@ -47,6 +48,7 @@ from hosts.volumes.exports import FetchCounter, Fetched
 from hosts.volumes.failpoints import reach
 from hosts.volumes.naming import ObjectName
 from hosts.volumes.pacing import Limits
+from hosts.volumes.spares import Spares
 from hosts.volumes.storage_daemon import EXPORT_NAME
 from hosts.volumes.store import S3ObjectStore
 
@@ -125,12 +127,21 @@ class Disks:
             path.mkdir(parents=True, exist_ok=True)
         config.own_dir(config.cache_dir, 0o711)
         config.own_dir(config.cache_dir / "packs", 0o700)
+        self._spares = Spares(config.run_dir, user=config.user, own_dir=config.own_dir)
         self._cache = ObjectCache(
             config.cache_dir,
             budget_bytes=config.cache_budget_bytes,
             reader=self._store,
             patience_s=_PATIENCE_S,
         )
+
+    def warm(self) -> None:
+        """See to it that the next `attach` is a fast one; does not wait for that."""
+        self._spares.warm()
+
+    def cool(self) -> None:
+        """End what `warm` has started. Disks stay as they are."""
+        self._spares.cool()
 
     def attach(
         self,
@@ -478,7 +489,7 @@ class Disks:
             disk.drop_fuse()
 
     def _disk(self, volume_id: UUID) -> Disk:
-        return Disk(self.config, volume_id, self._store, self._cache)
+        return Disk(self.config, volume_id, self._store, self._cache, self._spares)
 
     @contextmanager
     def _held(self, volume_id: UUID, *, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Disk]:

@@ -3,7 +3,9 @@
 So a disk that moves on to a new generation needs no new process: the root is put beside
 the others, and the storage daemon opens it by name.
 
-    RUN_DIR/disks/<volume hex>/export.{json,sock,pid,log}, fetched, roots-<…>
+    RUN_DIR/disks/<volume hex>/export.{json,sock,pid,log,spare}, fetched, roots-<…>
+
+The process is the host's spare where there is one, see `spares`.
 """
 
 import os
@@ -15,12 +17,22 @@ from pathlib import Path
 import zstandard
 
 from hosts.volumes.cache import ObjectCache
-from hosts.volumes.daemons import daemon_pid, end_daemon, plain_environment, start_daemon
+from hosts.volumes.daemons import (
+    daemon_pid,
+    end_daemon,
+    plain_environment,
+    spare_mark,
+    start_daemon,
+)
 from hosts.volumes.errors import Corrupt
 from hosts.volumes.exports import ExportConfig, root_file
 from hosts.volumes.keys import Keyring
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.start import MAX_BYTES, decode_start, encode_start
+
+PID_NAME = "export.pid"
+SOCKET_NAME = "export.sock"
+CONFIG_NAME = "export.json"
 
 THREADS = 16
 """As many as QEMU's NBD client has requests under way."""
@@ -37,14 +49,16 @@ class ExportDaemon:
         cache_budget_bytes: int,
         start_s: float,
         user: str | None,
+        take_spare: Callable[[Path], bool],
     ) -> None:
         self._run_dir = run_dir
         self._cache_dir = cache_dir
         self._cache_budget_bytes = cache_budget_bytes
         self._start_s = start_s
         self._user = user
-        self._pidfile = run_dir / "export.pid"
-        self.socket = run_dir / "export.sock"
+        self._take_spare = take_spare
+        self._pidfile = run_dir / PID_NAME
+        self.socket = run_dir / SOCKET_NAME
         self.fetched = run_dir / "fetched"
         self._start = run_dir / "start"
         self._ahead = run_dir / "ahead"
@@ -102,7 +116,7 @@ class ExportDaemon:
             self._write(self.fetched, b"")
         log = self._run_dir / "export.log"
         self._write(log, b"")
-        config = self._run_dir / "export.json"
+        config = self._run_dir / CONFIG_NAME
         settings = ExportConfig(
             roots=str(self._run_dir),
             cache=str(self._cache_dir),
@@ -116,10 +130,10 @@ class ExportDaemon:
             keys=keyring().in_hex(),
         )
         self._write(config, settings.text().encode())
-        self.socket.unlink(missing_ok=True)
-        command = ["nbdkit", "--readonly", "-P", str(self._pidfile), "-U", str(self.socket)]
-        command += ["-t", str(THREADS), "python", str(_PLUGIN), f"config={config}"]
-        start_daemon(command, user=self._user, environment=_python_environment())
+        if not self._take_spare(self._run_dir):
+            self.socket.unlink(missing_ok=True)
+            spare_mark(self._pidfile).unlink(missing_ok=True)
+            start_export(self._pidfile, self.socket, f"config={config}", user=self._user)
 
     def stop(self) -> None:
         """End it at once: it holds nothing, and may be waiting for the store for long."""
@@ -134,6 +148,17 @@ class ExportDaemon:
             if self._user is not None and os.geteuid() == 0:
                 entry = pwd.getpwnam(self._user)
                 os.fchown(fd, entry.pw_uid, entry.pw_gid)
+
+
+def start_export(pidfile: Path, socket: Path, parameter: str, *, user: str | None) -> None:
+    """Start nbdkit with what its plugin is told.
+
+    Raises:
+        DaemonFailed: it did not start.
+    """
+    command = ["nbdkit", "--readonly", "-P", str(pidfile), "-U", str(socket)]
+    command += ["-t", str(THREADS), "python", str(_PLUGIN), parameter]
+    start_daemon(command, user=user, environment=_python_environment())
 
 
 _PLUGIN = Path(__file__).resolve().with_name("export_plugin.py")

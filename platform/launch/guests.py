@@ -10,6 +10,7 @@ from common.errors import Unavailable
 from hosts.guest.channel import AgentChannel
 from hosts.paused_files import PausedFiles, PausedFilesConfig
 from hosts.volumes.daemons import end_daemon
+from hosts.volumes.spares import end_spares
 from launch.config import Config
 from launch.progress import say
 
@@ -59,6 +60,7 @@ def _end_disk_daemons(config: Config) -> None:
     for name in ("daemon.pid", "export.pid"):
         for pid_file in disks.glob(f"*/{name}"):
             end_daemon(pid_file, grace_s=DAEMON_GRACE_S)
+    end_spares(config.run_dir)
 
 
 def _libvirt_answers() -> bool:

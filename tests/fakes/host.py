@@ -55,6 +55,9 @@ class FakeDisks:
         self.fetched_ahead: dict[UUID, bytes] = {}
         self._numbers = itertools.count(1)
 
+    def warm(self) -> None:
+        """There is nothing to start."""
+
     def attach(
         self,
         volume_id: UUID,
