@@ -73,7 +73,7 @@ def test_each_volume_has_a_key_and_keeps_it() -> None:
 
 
 def test_a_volume_can_be_made_where_no_master_key_is(settings: Settings) -> None:
-    settings.MASTER_KEY = ""
+    settings.MASTER_KEY = settings.MASTER_KEY_FILE = ""
     volume = new_volume(owner="7")
 
     with pytest.raises(ImproperlyConfigured):

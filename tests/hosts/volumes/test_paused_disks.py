@@ -13,9 +13,10 @@ import pytest
 from common.units import MiB
 from hosts.paused_files import PausedFiles, PausedFilesConfig
 from hosts.volumes.commit import Commit, import_image
-from hosts.volumes.keys import Keyring, PlainKeys
+from hosts.volumes.keys import Keyring
 from tests.hosts.test_paused_files import content_of, fsck, read, sftp, write
 from tests.hosts.volumes.conftest import DEVICE_BYTES, Host
+from tests.hosts.volumes.given_keys import KeyForEach
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def files(host: Host) -> Iterator[PausedFiles]:
         volume_id=uuid4(),
         store=host.store,
         size_bytes=DEVICE_BYTES,
-        keyring=Keyring(PlainKeys()),
+        keyring=Keyring(KeyForEach()),
     )
     host.publish(base)
     paused = PausedFiles(PausedFilesConfig(host.folder / "files", host.folder / "files.log"))
