@@ -140,6 +140,7 @@ def _boot(sandbox: Sandbox) -> None:
             hypervisor.destroy(sandbox.uuid)
             raise
         _go_live(sandbox, hypervisor, disk)
+    disk_samples.record(sandbox)
 
 
 def _end_earlier_life(volume: Volume, uuid: UUID, hypervisor: Hypervisor) -> None:
