@@ -70,7 +70,9 @@ API_PREFIXES = (
     "/users/",
 )
 # What is sent here may be larger than a disk has room for: its view reads it as it comes.
-STREAMED_PATHS = re.compile(r"/api/v1/templates/import|/templates/import/")
+STREAMED_PATHS = re.compile(
+    r"/api/v1/sandboxes/[^/]+/files|/api/v1/templates/import|/templates/import/"
+)
 
 TEMPLATES = [
     {

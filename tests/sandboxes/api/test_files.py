@@ -7,7 +7,7 @@ import socket
 import stat
 import threading
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -18,8 +18,10 @@ import sandbox0
 from sandbox0.errors import APIError
 
 from accounts.models import ApiKey
+from common.units import MiB
 from sandboxes import files
 from sandboxes.models import Sandbox
+from tests.fakes.guest_link import wait_until
 
 ODD_NAMES = [
     b"with space",
@@ -120,8 +122,27 @@ def test_a_broken_upload_leaves_the_old_content(
             + b"x" * 500_000
         )
 
+    # The rest was on its way to a name beside it when the client went.
+    wait_until(lambda: names_in(folder) == ["file"])
     assert (folder / "file").read_text() == "old"
-    assert names_in(folder) == ["file"]
+
+
+def test_a_file_larger_than_other_bodies_may_be_is_written_as_it_comes(
+    ask: Files, folder: Path
+) -> None:
+    piece, count = os.urandom(MiB), 108
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(count):
+            yield piece
+
+    response = ask("POST", params={"path": f"{folder}/large"}, content=pieces())
+
+    assert response.status_code == 200
+    assert (folder / "large").stat().st_size == count * MiB
+    with (folder / "large").open("rb") as file:
+        file.seek((count - 1) * MiB)
+        assert file.read() == piece
 
 
 def test_a_write_that_fails_leaves_nothing(
