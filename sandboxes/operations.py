@@ -50,6 +50,7 @@ GIVE_UP_AFTER = timedelta(minutes=6)
 # What processes get to end by themselves at a pause, and a frozen file system to settle.
 STOP_DEADLINE_S = 10
 FREEZE_DEADLINE_S = 5
+STORE_AWAY = "The object store does not take the upload; trying again."
 
 
 class GuestNotReady(Unavailable):
@@ -228,6 +229,9 @@ def pause(sandbox_id: str) -> str | None:
             return None
         if not _stop_guest(sandbox):
             return None
+        if sandbox.resume_when_paused and sandbox.health == STORE_AWAY:
+            # Another try may take minutes to fail.
+            return _turn_round(sandbox)
         try:
             _commit(sandbox.volume, Generation.Kind.PAUSE)
         except Unavailable as error:
@@ -267,11 +271,15 @@ def _wait_for_store(sandbox: Sandbox, error: Unavailable) -> str | None:
     """Keep a pause whose upload failed waiting, or turn it round if that is wished."""
     sandbox.refresh_from_db(fields=["resume_when_paused", "state"])
     if sandbox.resume_when_paused and sandbox.state == State.PAUSING:
-        lifecycle.resume_instead_of_pause(sandbox)
-        return this_queue()
-    _tell_health(sandbox, "The object store does not take the upload; trying again.")
+        return _turn_round(sandbox)
+    _tell_health(sandbox, STORE_AWAY)
     log.warning("sandbox %s is not stored yet: %s", sandbox.id, error)
     raise error
+
+
+def _turn_round(sandbox: Sandbox) -> str:
+    lifecycle.resume_instead_of_pause(sandbox)
+    return this_queue()
 
 
 def _tell_health(sandbox: Sandbox, health: str) -> None:

@@ -22,7 +22,9 @@ __all__ = [
 ]
 
 CONNECT_TIMEOUT_S = 5
-READ_TIMEOUT_S = 60
+READ_TIMEOUT_S = 20
+"""For an answer to one request, and each wait for bytes."""
+
 ATTEMPTS = 5
 """With standard back-off: rides out the seconds after a restart in which SeaweedFS answers
 500, and a rolling restart of others. Longer outages are the caller's to retry."""
