@@ -37,6 +37,8 @@ from hosts.volumes.spares import Spares
 from hosts.volumes.start import RECORD_S
 from hosts.volumes.storage_daemon import EXPORT_NAME, StorageDaemon
 
+RECONCILE_TRIES = 3
+
 MAX_CHAIN = 8
 """Overlays at most: while uploads fail, a checkpoint adds no more of them."""
 
@@ -310,12 +312,27 @@ class Disk:
         state = self._require()
         self._ensure_export()
         self._make_overlay(state.active)
-        nodes = self.daemon.nodes(qmp)
-        if self._layer_is_over(nodes):
-            self._begin_layer()
-        self.daemon.reconcile(qmp, state, self.export.socket, nodes)
+        self._bring_into_line(qmp, state)
         self._delete_strays()
         self.export.withdraw_others(state.root_key)
+
+    def _bring_into_line(self, qmp: Qmp, state: DiskState) -> None:
+        """Make the daemon what the state file says.
+
+        A command that an earlier caller gave up waiting for, while there was no export, may
+        be carried out at any moment since; what then is there twice is looked at again.
+        """
+        for tries_left in reversed(range(RECONCILE_TRIES)):
+            nodes = self.daemon.nodes(qmp)
+            if self._layer_is_over(nodes):
+                self._begin_layer()
+            try:
+                self.daemon.reconcile(qmp, state, self.export.socket, nodes)
+            except QmpRefused:
+                if not tries_left:
+                    raise
+            else:
+                return
 
     def _begin_layer(self) -> None:
         """Have an empty layer from here on, or none when the host has none."""

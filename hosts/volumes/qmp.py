@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from uuid import uuid4
 
 from common.units import MiB
 from hosts.volumes.errors import DaemonFailed
@@ -61,11 +62,15 @@ class Qmp:
             DaemonFailed: no answer; whether it was done is unknown.
         """
         deadline = time.monotonic() + self._timeout_s
-        request = {"execute": command, "arguments": _dashed(arguments)}
+        # What an earlier client gave up waiting for may be answered to this one.
+        mine = uuid4().hex
+        request = {"execute": command, "arguments": _dashed(arguments), "id": mine}
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
             while True:
                 answer = self._receive(deadline)
+                if answer.get("id", mine) != mine:
+                    continue
                 if "error" in answer:
                     raise QmpRefused(f"{command}: {answer['error'].get('desc')}")
                 if "return" in answer:

@@ -26,6 +26,8 @@ from hosts.volumes.errors import (
 )
 from hosts.volumes.failpoints import VARIABLE
 from hosts.volumes.naming import parse_key
+from hosts.volumes.qmp import Qmp
+from hosts.volumes.storage_daemon import StorageDaemon
 from tests.hosts.volumes.conftest import IMAGE_BYTES, Host
 from tests.hosts.volumes.nbd import Nbd
 from tests.s3 import seaweed
@@ -268,6 +270,29 @@ def test_a_read_waits_for_an_export_that_died_and_comes_back(host: Host) -> None
         assert not reading.done()
         assert host.disks.mend(host.volume_id)
         assert reading.result(timeout=30) == host.expected[:MiB]
+
+
+def test_a_command_that_is_carried_out_late_does_not_refuse_an_attach(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was given up waiting for, between the look at the daemon and the next step."""
+    host.import_base()
+    nodes = StorageDaemon.nodes
+    looks: list[frozenset[str]] = []
+
+    def look(self: StorageDaemon, qmp: Qmp) -> frozenset[str]:
+        found = nodes(self, qmp)
+        looks.append(found)
+        late = {name for name in found if name.startswith(("file-", "overlay-"))}
+        return found - late if len(looks) == 1 else found
+
+    with host.attach() as guest:
+        host.write(guest, 0, os.urandom(4096))
+        with monkeypatch.context() as patch:
+            patch.setattr(StorageDaemon, "nodes", look)
+            with host.attach() as again:
+                host.check(again)
+    assert len(looks) == 2
 
 
 def test_a_pid_of_another_process_is_not_taken_for_the_daemon(host: Host) -> None:
