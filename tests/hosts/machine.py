@@ -9,6 +9,10 @@ import pytest
 
 LIBVIRT_SOCKET = Path("/run/libvirt/libvirt-sock")
 
+# Namespaces and other users are root's to make. `bin/test` and CI run as root, so none of
+# these is skipped there (and CI fails what is); it spares who calls pytest by hand.
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root, as in bin/test, can")
+
 
 def need(*, met: bool, what: str) -> None:
     """Skip the test where something is missing, and fail it in CI."""

@@ -33,12 +33,13 @@ from hosts.paused_files import (
     PausedFilesConfig,
 )
 from sandboxes import files
+from tests.hosts.machine import needs_root
 from tests.hosts.ssh_guest import new_key, public_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces are made by root")
+pytestmark = needs_root
 
 FIRST_ID = 1 << 30
 ODD_NAMES = [

@@ -17,6 +17,7 @@ import pytest
 
 from hosts.paused_files import FilesUnavailable, PausedFiles, PausedFilesConfig
 from tests.fakes.host import FakeDisks, FakePausedFiles
+from tests.hosts.machine import need
 from tests.hosts.test_paused_files import sftp, write
 
 
@@ -73,8 +74,7 @@ def one(request: pytest.FixtureRequest) -> Iterator[Real | Fake]:
     if request.param == "fake":
         yield Fake()
         return
-    if os.geteuid() != 0:
-        pytest.skip("namespaces are made by root")
+    need(met=os.geteuid() == 0, what="root, to make namespaces")
     folder = Path(tempfile.mkdtemp(prefix="pc-"))
     made = Real(folder)
     yield made

@@ -28,9 +28,10 @@ from hosts.paused_files import (
     PausedFiles,
     PausedFilesConfig,
 )
+from tests.hosts.machine import needs_root
 from tests.hosts.test_paused_files import is_alive, processes_below, sftp
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces are made by root")
+pytestmark = needs_root
 
 CASES = int(os.environ.get("SPOILED_IMAGES", "2"))
 FIRST_ID = 1 << 30

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from hosts.volumes.disks import Disks
+from tests.hosts.machine import needs_root
 from tests.hosts.volumes.conftest import IMAGE_BYTES, Host
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+pytestmark = needs_root
 
 USER = "daemon"
 GROUP = "games"

@@ -18,6 +18,7 @@ from hosts.volumes.daemons import await_end, daemon_pid, spare_mark, spare_name
 from hosts.volumes.disks import DiskHealth, Disks
 from hosts.volumes.errors import DaemonFailed
 from hosts.volumes.spares import Spares, end_spares
+from tests.hosts.machine import needs_root
 from tests.hosts.volumes.conftest import Host
 from tests.hosts.volumes.nbd import Nbd
 
@@ -288,7 +289,7 @@ def test_a_spare_that_does_not_start_is_no_error_of_the_disk(
     assert spares_of(host).usable() == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@needs_root
 def test_the_spare_is_the_daemons_users_and_its_folder_nobody_elses(host: Host) -> None:
     host.folder.chmod(0o711)
     host.config = replace(host.config, user="daemon")
