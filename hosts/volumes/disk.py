@@ -28,10 +28,12 @@ from hosts.volumes.export_daemon import ExportDaemon
 from hosts.volumes.failpoints import reach
 from hosts.volumes.index import Root
 from hosts.volumes.keys import Keyring, KeySource, PlainKeys
+from hosts.volumes.locks import locked
 from hosts.volumes.naming import ObjectName, parse_key
 from hosts.volumes.objects import ObjectStore, StoreConfig
 from hosts.volumes.pacing import DEFAULT_BUDGET_BYTES, FREE_SHARE, NO_LIMITS, Limits
 from hosts.volumes.qcow2 import open_overlay
+from hosts.volumes.qcow2_writer import write_empty
 from hosts.volumes.qmp import TIMEOUT_S, Qmp, QmpRefused
 from hosts.volumes.spares import Spares
 from hosts.volumes.start import RECORD_S
@@ -142,6 +144,7 @@ class Disk:
         self._run_dir = config.run_dir / "disks" / volume_id.hex
         self._overlay_dir = config.state_dir / "overlays" / volume_id.hex
         self._state_file = self._overlay_dir / "state.json"
+        self._export_lock = self._overlay_dir.with_suffix(".export.lock")
         self._eased_file = self._overlay_dir / "eased"
         self.state = DiskState.read(self._state_file)
         self.daemon = StorageDaemon(self._run_dir, self._overlay_dir, user=config.user)
@@ -171,11 +174,20 @@ class Disk:
     def is_served(self) -> bool:
         return self.daemon.is_running() and self.export.is_running()
 
-    def mend(self) -> bool:
+    def mend(self, *, timeout_s: float) -> bool:
+        """Start the export again of a daemon that runs. It needs not the disk's lock.
+
+        Who ends the export ends the daemon before, so none is started for a disk that goes.
+        A root that is moved on from meanwhile is offered for as long as the daemon has it.
+        """
         if self.state is None or not self.daemon.is_running():
             return False
-        self._ensure_export()
-        return True
+        with locked(self._export_lock, timeout_s=timeout_s):
+            self.state = DiskState.read(self._state_file)
+            if self.state is None or not self.daemon.is_running():
+                return False
+            self._start_export()
+            return True
 
     # -- what is here, by its files alone -------------------------------------------------
 
@@ -273,16 +285,16 @@ class Disk:
         """Make an empty qcow2 of the disk's size that nobody has written to yet."""
         new = path.with_suffix(".new")
         new.unlink(missing_ok=True)
-        command = ["qemu-img", "create", "-q", "-f", "qcow2"]
-        command += ["-o", "cluster_size=64k,compat=1.1"]
-        command += [str(new), str(self._require().size_bytes)]
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
-        new.chmod(0o600)
+        write_empty(new, self._require().size_bytes)
         self._config.give(new)
         os.utime(new, ns=(FRESH_NS, FRESH_NS))
         new.replace(path)
 
     def _ensure_export(self) -> None:
+        with locked(self._export_lock):
+            self._start_export()
+
+    def _start_export(self) -> None:
         self.export.offer(self._require().root_key, self._cache)
         self.export.ensure(self._config.store, self._export_keys)
 
@@ -314,7 +326,8 @@ class Disk:
         self._make_overlay(state.active)
         self._bring_into_line(qmp, state)
         self._delete_strays()
-        self.export.withdraw_others(state.root_key)
+        with locked(self._export_lock):
+            self.export.withdraw_others(state.root_key)
 
     def _bring_into_line(self, qmp: Qmp, state: DiskState) -> None:
         """Make the daemon what the state file says.
@@ -613,9 +626,10 @@ class Disk:
         """End the storage daemon, which flushes, and then the export that it reads from."""
         self.daemon.stop()
         self._unmount()
-        self.export.stop()
-        for socket in self._run_dir.glob("*.sock"):
-            socket.unlink(missing_ok=True)
+        with locked(self._export_lock):
+            self.export.stop()
+            for socket in self._run_dir.glob("*.sock"):
+                socket.unlink(missing_ok=True)
 
     # -- FUSE -------------------------------------------------------------------------------
 

@@ -10,10 +10,12 @@ backing file.
 Source: QEMU, docs/interop/qcow2.txt.
 """
 
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.qcow2 import CLUSTER_BITS, HEADER, L2_SPAN_BLOCKS, MAGIC, VERSION
@@ -117,6 +119,27 @@ class ImagePlan:
         for table, count in self.counts.items():
             yield table, at
             at += 1 + count
+
+
+def write_empty(path: Path, size_bytes: int) -> None:
+    """Make an image of a device that nobody has written to, as `qemu-img create` would.
+
+    That takes 25 ms to start and do what is a few hundred bytes; whoever opens a disk waits
+    for two of them.
+
+    Raises:
+        FileExistsError: there is something in its place.
+    """
+    plan = ImagePlan(size_bytes, {})
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        at = 0
+        for part in plan.head():
+            os.pwrite(fd, part.rstrip(b"\0"), at)
+            at += len(part)
+        os.ftruncate(fd, plan.file_bytes)
+    finally:
+        os.close(fd)
 
 
 def l2_table(blocks: Iterable[int], *, at_cluster: int) -> bytes:

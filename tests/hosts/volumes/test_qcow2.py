@@ -1,5 +1,6 @@
 """The overlay reader against files that QEMU wrote, and against damaged ones."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.units import KiB, MiB
+from common.units import GiB, KiB, MiB, TiB
 from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK
 from hosts.volumes.errors import Corrupt
 from hosts.volumes.qcow2 import open_overlay
+from hosts.volumes.qcow2_writer import write_empty
 
 
 def make(path: Path, *options: str, size: str = "2T") -> Path:
@@ -29,6 +31,11 @@ def qemu_io(path: Path, *commands: str) -> None:
         capture_output=True,
     )
     assert b"failed" not in done.stdout
+
+
+def qemu_img(command: str, *arguments: str | Path) -> bytes:
+    done = subprocess.run(["qemu-img", command, *arguments], check=True, capture_output=True)
+    return done.stdout
 
 
 @pytest.fixture
@@ -69,6 +76,39 @@ def test_written_zeroed_and_untouched_clusters_are_told_apart(overlay: Path) -> 
 def test_a_new_overlay_is_empty(tmp_path: Path) -> None:
     with open_overlay(make(tmp_path / "new.qcow2")) as image:
         assert image.is_empty()
+
+
+@pytest.mark.parametrize("size_bytes", [BLOCK_BYTES, 3 * GiB + BLOCK_BYTES, TiB, 64 * TiB])
+def test_an_overlay_that_we_make_is_as_good_as_one_of_qemu(
+    tmp_path: Path, size_bytes: int
+) -> None:
+    ours, theirs = tmp_path / "ours.qcow2", make(tmp_path / "theirs", size=str(size_bytes))
+    write_empty(ours, size_bytes)
+    with open_overlay(ours) as image:
+        assert image.is_empty()
+        assert image.size_bytes == size_bytes
+    facts = [
+        json.loads(qemu_img("info", "--output=json", "-f", "qcow2", path))
+        for path in (ours, theirs)
+    ]
+    for name in ("virtual-size", "cluster-size", "format-specific"):
+        assert facts[0][name] == facts[1][name]
+
+    last = size_bytes - BLOCK_BYTES
+    for path in (ours, theirs):
+        qemu_io(path, "write -P 1 0 64k", "discard 0 64k", f"write -P 2 {last} 64k")
+        assert b"No errors" in qemu_img("check", "-f", "qcow2", path)
+    assert qemu_img("compare", "-f", "qcow2", "-F", "qcow2", ours, theirs)
+    with open_overlay(ours) as image:
+        assert image.read(image.clusters(max(image.tables))[last // BLOCK_BYTES])[:1] == b"\2"
+
+
+def test_an_overlay_never_replaces_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "there"
+    path.write_bytes(b"precious")
+    with pytest.raises(FileExistsError):
+        write_empty(path, GiB)
+    assert path.read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize(
