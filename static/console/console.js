@@ -180,7 +180,33 @@
   const POLL_MS = 10000;
   const team = document.body.dataset.team;
   const live = { socket: null, tries: 0, poll: null, pending: new Map(), asOf: new Date() };
-  const refresh = (element) => window.htmx.trigger(element, "sandbox:changed");
+  // What is shown is not replaced under a finger or behind a question: the button that was
+  // pressed, or that asked, would be gone before the answer. It is fetched right after.
+  const held = { pressed: false, waiting: new Set() };
+  const isHeld = () => held.pressed || $("#confirm").open;
+  const refresh = (element) => {
+    if (isHeld()) held.waiting.add(element);
+    else window.htmx.trigger(element, element.matches("[data-live-list]") ? "list:changed" : "sandbox:changed");
+  };
+  const release = () => {
+    if (isHeld()) return;
+    const waiting = [...held.waiting].filter((element) => element.isConnected);
+    held.waiting.clear();
+    waiting.forEach(refresh);
+  };
+  // After the click itself, which comes right behind the release.
+  const released = () => { held.pressed = false; setTimeout(release); };
+  document.addEventListener("pointerdown", () => { held.pressed = true; }, true);
+  for (const name of ["pointerup", "pointercancel", "dragend", "contextmenu"]) document.addEventListener(name, released, true);
+  window.addEventListener("blur", released);
+  $("#confirm").addEventListener("close", () => setTimeout(release));
+  // A fetch that was on its way when the finger came down.
+  document.addEventListener("htmx:beforeSwap", (event) => {
+    const { elt, triggeringEvent } = event.detail.requestConfig;
+    if (!isHeld() || !["sandbox:changed", "list:changed"].includes(triggeringEvent?.type)) return;
+    event.detail.shouldSwap = false;
+    held.waiting.add(elt);
+  });
   const showLive = (on) => {
     for (const element of $$("[data-as-of]")) {
       element.dataset.on = String(on);

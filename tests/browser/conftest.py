@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -32,6 +33,12 @@ FLAGS = (
     "--force-prefers-reduced-motion",
 )
 WAIT_S = 30
+POST = """
+const [path, fields, done] = arguments;
+const headers = JSON.parse(document.body.getAttribute("hx-headers"));
+fetch(path, { method: "POST", headers, body: new URLSearchParams(fields) }).then(
+  (answer) => done(answer.status));
+"""
 PASSWORD = "a long and quiet sentence"
 
 
@@ -75,12 +82,26 @@ class Person:
         return found
 
     def click(self, selector: str) -> None:
-        self.find(selector).click()
+        """Press what the selector names; once more if the page showed itself anew meanwhile."""
+
+        def pressed(_: object) -> bool:
+            self.find(selector).click()
+            return True
+
+        wait = WebDriverWait(
+            self.driver, WAIT_S, 0.2, ignored_exceptions=[StaleElementReferenceException]
+        )
+        wait.until(pressed, f"waited in vain to press: {selector}")
 
     def type(self, selector: str, text: str) -> None:
         field = self.find(selector)
         field.clear()
         field.send_keys(text)
+
+    def posts(self, path: str, **fields: str) -> int:
+        """Send a form as another tab of this person would; returns the status."""
+        done: int = self.driver.execute_async_script(POST, path, fields)
+        return done
 
     def run(self, script: str, *args: object) -> Any:
         return self.driver.execute_script(script, *args)

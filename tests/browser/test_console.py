@@ -13,6 +13,7 @@ PAGES = {
     "sandboxes": "/sandboxes/",
     "claim": "/sandboxes/claim/",
     "templates": "/templates/",
+    "import": "/templates/import/",
     "keys": "/keys",
     "usage": "/usage/",
     "team": "/team",
@@ -72,16 +73,20 @@ def test_the_theme_follows_the_system_until_one_is_chosen(person: Person) -> Non
         features = [{"name": "prefers-color-scheme", "value": theme}]
         person.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
+    def shows(theme: str) -> None:
+        script = "return document.documentElement.dataset.bsTheme"
+        person.wait(lambda _: person.run(script) == theme, f"the {theme} theme")
+
     prefers("dark")
     person.open("/accounts/login/")
-    assert person.run("return document.documentElement.dataset.bsTheme") == "dark"
+    shows("dark")
 
     prefers("light")
-    assert person.run("return document.documentElement.dataset.bsTheme") == "light"
+    shows("light")
 
     person.run("SandkeepTheme.choose('dark')")
     person.driver.refresh()
-    assert person.run("return document.documentElement.dataset.bsTheme") == "dark"
+    shows("dark")
 
 
 def test_a_form_says_beside_the_field_what_is_wrong(member: Person) -> None:
@@ -102,3 +107,11 @@ def test_the_list_is_live(member: Person) -> None:
         lambda driver: driver.find_element(By.CSS_SELECTOR, "[data-as-of]").text == "Live",
         "the live connection",
     )
+
+    claimed = {"template_id": "default", "memory_bytes": str(512 * 1024**2)}
+    assert member.posts("/sandboxes/claim/", **claimed) == 200
+    link = member.find("#rows a[href^='/sandboxes/rs-']")
+
+    path = str(link.get_attribute("href")).split("/sandboxes/")[1].strip("/").split("/")[0]
+    assert member.posts(f"/sandboxes/{path}/delete/") < 400
+    member.sees("Your first computer to come back to")

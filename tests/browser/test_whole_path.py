@@ -1,6 +1,7 @@
 """From sign-up to a file that outlived two runs, in a real browser and a real guest."""
 
 import re
+import time
 
 import pytest
 from selenium.webdriver.common.by import By
@@ -113,6 +114,7 @@ def looks_back(member: Person, path: str) -> None:
     member.open(f"{path}/history/")
     member.find("#moment").send_keys(Keys.HOME)
     member.click("#timeline form[hx-post$='/fork/'] button")
+    saves_meanwhile(member, path)
     member.click("#confirm-yes")
     member.sees("Forked from", PAUSE_S)
     member.is_in_state("paused")
@@ -120,6 +122,25 @@ def looks_back(member: Person, path: str) -> None:
     member.click("#head .actions button[hx-post$='/delete/']")
     member.click("#confirm-yes")
     member.wait(lambda driver: driver.current_url.endswith("/sandboxes/"), "the list", PAUSE_S)
+
+
+def saves_meanwhile(member: Person, path: str) -> None:
+    """Have a state saved elsewhere: the page must not take the question's form away."""
+    before = member.run("return document.querySelectorAll('#history tbody tr').length")
+    assert member.posts(f"{path}/checkpoint/") < 400
+
+    def rows(driver: WebDriver) -> bool:
+        script = """
+        const [path, done] = arguments;
+        fetch(path).then((answer) => answer.text()).then((text) => done(
+          new DOMParser().parseFromString(text, "text/html")
+            .querySelectorAll("#history tbody tr").length));
+        """
+        return bool(driver.execute_async_script(script, f"{path}/history/") > before)
+
+    member.wait(rows, "the state that was saved meanwhile", PAUSE_S)
+    # Longer than the page waits before it fetches what it was told of.
+    time.sleep(1)
 
 
 def edit_while_asleep(member: Person, path: str) -> None:

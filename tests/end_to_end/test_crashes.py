@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import threading
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -14,16 +15,12 @@ from tests.end_to_end.conftest import Platform, details, eventually, pause, resu
 pytestmark = [pytest.mark.guest, pytest.mark.timeout(900)]
 
 
-def qemu_pid(platform: Platform, sandbox_host: str) -> int:
-    """Return the process that runs the guest with this host name, found by its serial log."""
-    listing = subprocess.run(
-        ["pgrep", "-af", f"guest={platform.guest_network}-"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    assert len(listing) == 1, f"several guests run beside {sandbox_host}"
-    return int(listing[0].split()[0])
+def guests(platform: Platform) -> set[int]:
+    """List the processes that run guests of this platform."""
+    found = subprocess.run(
+        ["pgrep", "-f", f"guest={platform.guest_network}-"], capture_output=True, text=True
+    )
+    return {int(pid) for pid in found.stdout.split()}
 
 
 def test_a_worker_that_dies_during_a_pause_loses_nothing(
@@ -42,12 +39,15 @@ def test_a_worker_that_dies_during_a_pause_loses_nothing(
 
 
 def test_a_guest_whose_qemu_dies_is_started_again_on_what_it_had(
-    platform: Platform, http: httpx.Client, sandbox: Sandbox
+    platform: Platform, http: httpx.Client, claim: Callable[[], Sandbox]
 ) -> None:
+    others = guests(platform)
+    sandbox = claim()
     sandbox.write_file("/root/synced", b"still here")
     sandbox.cmd("sync")
 
-    os.kill(qemu_pid(platform, sandbox.id), signal.SIGKILL)
+    (guest,) = guests(platform) - others
+    os.kill(guest, signal.SIGKILL)
 
     eventually(
         lambda: details(http, sandbox)["runtime_generation"] == 2,
