@@ -3,7 +3,8 @@
 Twice a second it looks at the overlays of all disks by their files alone: an idle disk costs a
 few calls of `stat`, no request and no word with its storage daemon. It says which disks are
 due for a commit in the background, slows the writers whose log fills up (see `volumes.pacing`),
-and knows in words what is the matter.
+knows in words what is the matter, and starts an export again that died: all of a disk waits
+for it, a cut that is under way included.
 
     Keeper(disks, due=lambda volume_id: …send a message…, on_health=…).start()
 
@@ -14,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import UUID
@@ -52,6 +53,12 @@ LATE_S = 4.0
 TOUCH_AGAIN_S = 5.0
 """How long a disk whose storage daemon does not answer is left alone."""
 
+MENDED_AT_ONCE = 4
+"""Exports that are started again at one time; the machine may be short of something."""
+
+MEND_AGAIN_S = 2.0
+"""How long after one did not start it is tried again."""
+
 SILENT_TRIES = 2
 """So many commits must come to nothing before a user is told."""
 
@@ -73,6 +80,7 @@ class KeptDisks(Protocol):
         self, volume_id: UUID, limits: Limits, *, release: bool = False
     ) -> None: ...
     def renew_layer(self, volume_id: UUID) -> None: ...
+    def mend(self, volume_id: UUID) -> bool: ...
 
 
 @dataclass
@@ -110,6 +118,7 @@ class Keeper:
         *,
         due: Callable[[UUID], None],
         on_health: Callable[[UUID, str], None] | None = None,
+        mend: Callable[[UUID], bool] | None = None,
         commit_every_s: float = COMMIT_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -121,14 +130,18 @@ class Keeper:
                 While a disk is being stored it is not called for it.
             on_health: told when what `health` says has changed, in the keeper's thread, a
                 few times a minute at most for each volume.
+            mend: what starts an export again, instead of the disks themselves. It is called
+                in a thread of its own.
             commit_every_s: how old a write becomes before a commit is due.
         """
         self._disks = disks
         self._due = due
         self._on_health = on_health
+        self._start_export = mend or disks.mend
         self._commit_every_s = commit_every_s
         self._clock = clock
         self._kept: dict[UUID, _Kept] = {}
+        self._mending: dict[UUID, threading.Thread] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -158,7 +171,9 @@ class Keeper:
 
     def look(self) -> None:
         """Look at all disks once, and do what is to be done."""
-        looks = {one.volume_id: one for one in self._disks.look() if one.is_served}
+        found = self._disks.look()
+        self._see_to_exports(found)
+        looks = {one.volume_id: one for one in found if one.is_served}
         for volume_id in self._kept.keys() - looks.keys():
             del self._kept[volume_id]
         for volume_id, one in looks.items():
@@ -179,6 +194,34 @@ class Keeper:
             log.info("volume %s is not paced: %s", one.volume_id, error)
             kept.limits = None
             kept.touch_at = self._clock() + TOUCH_AGAIN_S
+
+    # -- exports --------------------------------------------------------------------------
+
+    def _see_to_exports(self, found: Sequence[LogLook]) -> None:
+        """Start exports again that died, in threads of their own: that may take a while."""
+        self._mending = {v: thread for v, thread in self._mending.items() if thread.is_alive()}
+        for one in found:
+            if len(self._mending) == MENDED_AT_ONCE:
+                return
+            if one.lacks_export and one.volume_id not in self._mending:
+                thread = threading.Thread(
+                    target=self._mend, args=(one.volume_id,), name="mend", daemon=True
+                )
+                self._mending[one.volume_id] = thread
+                thread.start()
+
+    def _mend(self, volume_id: UUID) -> None:
+        try:
+            if self._start_export(volume_id):
+                log.warning("the export of volume %s had died and was started again", volume_id)
+        except Exception as error:
+            log.warning(
+                "the export of volume %s is not back yet: %s",
+                volume_id,
+                error,
+                exc_info=not isinstance(error, Unavailable),
+            )
+            self._stop.wait(MEND_AGAIN_S)
 
     # -- commits --------------------------------------------------------------------------
 

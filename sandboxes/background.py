@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 from django import db
@@ -29,6 +29,8 @@ from sandboxes.events import announce
 from sandboxes.models import Sandbox
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 COMMITS_AT_ONCE = 4
 """Each has several uploads under way; more would only share the same line."""
@@ -116,11 +118,11 @@ class BackgroundCommits:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _with_database(work: Callable[..., object], *args: object) -> None:
+def _with_database(work: Callable[..., T], *args: object) -> T:
     """Do some work in a thread that nobody else closes the connections of."""
     db.close_old_connections()
     try:
-        work(*args)
+        return work(*args)
     finally:
         db.close_old_connections()
 
@@ -141,6 +143,7 @@ class KeeperMiddleware(Middleware):
             local.disks(),
             due=self._commits.due,
             on_health=lambda volume_id, health: _with_database(tell_health, volume_id, health),
+            mend=lambda volume_id: _with_database(local.disks().mend, volume_id),
             commit_every_s=settings.COMMIT_EVERY_S,
         )
         self._keeper.start()

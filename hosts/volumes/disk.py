@@ -178,7 +178,8 @@ class Disk:
         """Start the export again of a daemon that runs. It needs not the disk's lock.
 
         Who ends the export ends the daemon before, so none is started for a disk that goes.
-        A root that is moved on from meanwhile is offered for as long as the daemon has it.
+        Who moves on to another root ensures the export once that is recorded: what is offered
+        here of an older one is withdrawn after that, and not before the daemon let go of it.
         """
         if self.state is None or not self.daemon.is_running():
             return False
@@ -326,8 +327,7 @@ class Disk:
         self._make_overlay(state.active)
         self._bring_into_line(qmp, state)
         self._delete_strays()
-        with locked(self._export_lock):
-            self.export.withdraw_others(state.root_key)
+        self.export.withdraw_others(state.root_key)
 
     def _bring_into_line(self, qmp: Qmp, state: DiskState) -> None:
         """Make the daemon what the state file says.

@@ -9,11 +9,14 @@ is, and goes forward to what should be. An overlay is deleted only when the stat
 longer names it, and the state file drops it only after the head has moved (or when it is
 discarded by name): until then it is the only copy.
 
-A disk has three locks. The one of its state is held for moments, whoever changes anything:
+A disk has four locks. The one of its state is held for moments, whoever changes anything:
 so a cut never waits for an upload. The one of its uploads is held while frozen overlays are
 stored, published and dropped. The one of its cuts is held by who wants a cut of a moment of
 its own (a snapshot): until that is published, no other cut is made that could be published
-in its place. They are taken in the order cuts, uploads, state.
+in its place. The one of its export is held while that is started or ended, and no longer: a
+change of the storage daemon's nodes waits for reads that wait for the export, so whoever
+holds the state at that moment must not be in the way of who starts it again (`mend`). They
+are taken in the order cuts, uploads, state, export.
 
     RUN_DIR/disks/<volume hex>/       sockets, pidfiles, what the export needs; the daemons' own
     RUN_DIR/spares/                   an export that waits for the next disk, see `spares`
@@ -21,10 +24,7 @@ in its place. They are taken in the order cuts, uploads, state.
     STATE_DIR/cache/                  the host's cache, see `cache`
 """
 
-import fcntl
 import logging
-import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -46,6 +46,7 @@ from hosts.volumes.disk import (
 from hosts.volumes.errors import DaemonFailed, DiskBusy, NotAttached
 from hosts.volumes.exports import FetchCounter, Fetched
 from hosts.volumes.failpoints import reach
+from hosts.volumes.locks import LOCK_TIMEOUT_S, locked
 from hosts.volumes.naming import ObjectName
 from hosts.volumes.pacing import Limits
 from hosts.volumes.spares import Spares
@@ -65,11 +66,6 @@ __all__ = [
     "LogLook",
     "Publish",
 ]
-
-LOCK_TIMEOUT_S = 300
-"""How long to wait for another worker that has the disk; an upload may be under way."""
-
-LOCK_POLL_S = 0.005
 
 SHORT_S = 1.0
 """How long one who looks after all disks waits for one of them."""
@@ -113,6 +109,8 @@ class LogLook:
     frozen: int
     """Overlays that wait to be stored or are being stored."""
     layer_is_large: bool
+    lacks_export: bool = False
+    """Its storage daemon runs and what that reads from does not; see `Disks.mend`."""
     eased_until_ns: int = 0
     """Until when writes are to pass; see `Disks.ease`. It changes when they did."""
 
@@ -185,13 +183,14 @@ class Disks:
         """Start the export again of a disk whose storage daemon lives; tell whether it does.
 
         The storage daemon held the guest's reads back meanwhile, so the guest has felt
-        nothing but the wait.
+        nothing but the wait. It waits for nobody who works on the disk: they may be waiting
+        for the export themselves.
 
         Raises:
-            StoreUnavailable, DaemonFailed, DiskBusy: call again.
+            StoreUnavailable, DaemonFailed: call again.
+            DiskBusy: somebody else is about to start it.
         """
-        with self._held(volume_id) as disk:
-            return disk.mend()
+        return self._disk(volume_id).mend(timeout_s=SHORT_S)
 
     def checkpoint(
         self,
@@ -397,14 +396,16 @@ class Disks:
         disk = self._disk(volume_id)
         if disk.state is None:
             return None
+        is_running = disk.daemon.is_running()
         return LogLook(
             volume_id=volume_id,
             root_key=disk.state.root_key,
-            is_served=disk.state.mountpoint is None and disk.daemon.is_running(),
+            is_served=disk.state.mountpoint is None and is_running,
             log_bytes=disk.log_bytes(),
             written_at_ns=disk.written_at_ns(),
             frozen=max(0, len(disk.state.overlays) - 1),
             layer_is_large=disk.layer_is_large(),
+            lacks_export=is_running and not disk.export.is_running(),
             eased_until_ns=disk.eased_until_ns(),
         )
 
@@ -511,23 +512,6 @@ class Disks:
     def _lock_file(
         self, volume_id: UUID, kind: str, *, timeout_s: float = LOCK_TIMEOUT_S
     ) -> Iterator[None]:
-        path: Path = self.config.state_dir / "overlays" / f"{volume_id.hex}.{kind}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            _lock(fd, timeout_s)
+        path = self.config.state_dir / "overlays" / f"{volume_id.hex}.{kind}"
+        with locked(path, timeout_s=timeout_s):
             yield
-        finally:
-            os.close(fd)
-
-
-def _lock(fd: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() >= deadline:
-                raise DiskBusy("Another worker has the disk.") from error
-            time.sleep(LOCK_POLL_S)
-        else:
-            return

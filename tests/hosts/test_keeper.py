@@ -1,5 +1,6 @@
 """What a host's keeper asks for, when, and what it says."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +10,13 @@ from uuid import UUID, uuid4
 import pytest
 
 from common.units import GiB, MiB
-from hosts.keeper import LOOK_EVERY_S, Keeper
+from hosts import keeper
+from hosts.keeper import LOOK_EVERY_S, MENDED_AT_ONCE, Keeper
 from hosts.volumes.disks import DisksConfig, LogLook
 from hosts.volumes.errors import DaemonFailed
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.pacing import NO_LIMITS, STOP, Limits, limits_for
+from tests.hosts.machine import wait_for
 
 CONFIG = DisksConfig(
     run_dir=Path("/nowhere"),
@@ -47,6 +50,8 @@ class Bench:
         self.limits: list[tuple[Limits, bool]] = []
         self.told: list[str] = []
         self.renewed = 0
+        self.mended = 0
+        self.start_export: Callable[[], bool] = lambda: True
         self._next_write_ns = 1
         self.keeper = Keeper(
             self,
@@ -68,6 +73,17 @@ class Bench:
 
     def renew_layer(self, volume_id: UUID) -> None:
         self.renewed += 1
+
+    def mend(self, volume_id: UUID) -> bool:
+        self.mended += 1
+        return self.start_export()
+
+    def look_until_mended(self, times: int) -> None:
+        def is_so() -> bool:
+            self.keeper.look()
+            return self.mended >= times
+
+        assert wait_for(is_so, timeout_s=30)
 
     def write(self, log_bytes: int) -> None:
         assert self.disk is not None
@@ -247,3 +263,51 @@ def test_what_is_not_served_to_a_guest_is_left_alone(bench: Bench) -> None:
     bench.write(2 * GiB)
     bench.run(60)
     assert (bench.due, bench.limits) == ([], [])
+
+
+def test_an_export_that_died_is_started_again_once_whoever_waits_for_it(bench: Bench) -> None:
+    may_start = threading.Event()
+    bench.start_export = lambda: may_start.wait(30)
+    bench.disk = replace(IDLE, lacks_export=True)
+    bench.run(60)
+    assert bench.mended == 1, "the second look is not to begin another start"
+    assert bench.limits == [(NO_LIMITS, True)], "the others waited for it"
+    may_start.set()
+    bench.look_until_mended(2)
+
+
+def test_the_export_of_a_disk_that_is_shown_as_a_file_is_started_again_too(
+    bench: Bench,
+) -> None:
+    bench.disk = replace(IDLE, is_served=False, lacks_export=True)
+    bench.keeper.look()
+    assert wait_for(lambda: bench.mended == 1, timeout_s=30)
+
+
+def test_an_export_that_does_not_start_is_left_alone_for_a_moment_and_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "MEND_AGAIN_S", 0.3)
+
+    def fail() -> bool:
+        raise DaemonFailed("nbdkit did not start.")
+
+    bench.start_export = fail
+    bench.disk = replace(IDLE, lacks_export=True)
+    bench.keeper.look()
+    assert wait_for(lambda: bench.mended == 1, timeout_s=30)
+    bench.run(5)
+    assert bench.mended == 1
+    bench.start_export = lambda: True
+    bench.look_until_mended(2)
+
+
+def test_only_some_exports_are_started_at_once(bench: Bench) -> None:
+    may_start = threading.Event()
+    bench.start_export = lambda: may_start.wait(30)
+    volumes = [replace(IDLE, volume_id=uuid4(), lacks_export=True) for _ in range(20)]
+    bench.look = lambda: volumes  # type: ignore[method-assign]
+    bench.run(5)
+    assert bench.mended == MENDED_AT_ONCE
+    may_start.set()
+    bench.look_until_mended(20)

@@ -86,15 +86,31 @@ def test_a_write_that_was_lost_does_not_come_back() -> None:
         ledger.check_instant(read_from({0: stamp(0, 2)}), since=0)
 
 
-def test_what_was_trimmed_and_not_flushed_may_hold_anything_after_a_crash() -> None:
+def test_what_was_trimmed_and_not_flushed_may_hold_data_of_another_place() -> None:
     ledger = Ledger()
     ledger.answer(ledger.send(0, 1, is_zeros=False))
+    ledger.answer(ledger.send(7, 1, is_zeros=False))
     ledger.flushed(ledger.position)
     ledger.answer(ledger.send(0, 1, is_zeros=True))
-    garbage = read_from({0: stamp(7, 1)})
-    ledger.check_kept(garbage)
-    ledger.settle(garbage)
-    ledger.check_instant(garbage, since=ledger.position)
-    for other in (read_from({}), read_from({0: stamp(0, 1)})):
+    foreign = read_from({0: stamp(7, 2), 7: stamp(7, 2)})
+    ledger.check_kept(foreign)
+    ledger.settle(foreign)
+    ledger.check_instant(foreign, since=ledger.position)
+    for other in (read_from({7: stamp(7, 2)}), read_from({0: stamp(0, 1), 7: stamp(7, 2)})):
         with pytest.raises(Inconsistent):
             ledger.check_instant(other, since=ledger.position)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"secret".ljust(512), stamp(9, 1), stamp(7, 5), stamp(7, 1)[:256] + bytes(256)],
+    ids=["no stamp", "a sector never written", "a write never sent", "half a stamp"],
+)
+def test_what_was_trimmed_and_not_flushed_never_holds_data_of_another_disk(
+    content: bytes,
+) -> None:
+    ledger = Ledger()
+    ledger.answer(ledger.send(7, 1, is_zeros=False))
+    ledger.answer(ledger.send(0, 1, is_zeros=True))
+    with pytest.raises(Inconsistent, match="another's data"):
+        ledger.settle(read_from({0: content, 7: stamp(7, 1)}))

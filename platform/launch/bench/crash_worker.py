@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import UUID
 
-from common.errors import Refused
+from common.errors import Refused, Unavailable
 from hosts.volumes.commit import Commit
 from hosts.volumes.disks import Disks, DisksConfig
 from hosts.volumes.failpoints import VARIABLE
@@ -31,6 +32,7 @@ from hosts.volumes.store import S3ObjectStore
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 CACHE_BYTES = 256 << 20
+MEND_EVERY_S = 0.5
 
 
 class KeyOfItsNumber:
@@ -205,6 +207,20 @@ def carry_out(site: Site, operation: str) -> None:
         disks.detach(volume_id, discard=True)
     else:
         raise ValueError(operation)
+
+
+def mend(site: Site, *, within_s: float) -> str:
+    """Start a disk's export again as soon as that can be; say what became of it."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            is_alive = Disks(site.disks_config).mend(UUID(site.volume_id))
+        except Unavailable as error:
+            if time.monotonic() > deadline:
+                return f"{type(error).__name__}: {error}"
+            time.sleep(MEND_EVERY_S)
+        else:
+            return "done" if is_alive else "the storage daemon does not run"
 
 
 def serve() -> None:

@@ -171,11 +171,19 @@ class Ledger:
                 del history[number + 1 :]
                 write.answered_at = min(write.answered_at, self.position)
                 continue
+            self._check_own(sector, content)
             now = self.position
             for one in history:
                 one.answered_at = min(one.answered_at, now)
             history.append(Write(0, sector, 1, not any(content), now, now, content))
         self.flushed_to = self.position
+
+    def _check_own(self, sector: int, content: bytes) -> None:
+        """Check that what nobody wrote there was at least written to this device."""
+        magic, other, number, _ = _STAMP.unpack_from(content)
+        is_own = magic == _MAGIC and content == stamp(other, number) and other in self._history
+        if any(content) and not (is_own and number <= self.writes):
+            raise Inconsistent(f"Sector {sector} holds another's data: {content[:32]!r}.")
 
     def _versions(self, sector: int, content: bytes) -> list[tuple[int, Write, int]]:
         """List which of its writes a sector holds, and when the next one was answered."""
