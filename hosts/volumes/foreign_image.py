@@ -5,6 +5,9 @@ names a backing or data file is refused, and so is an encrypted one; internal sn
 left alone. Every place is checked against the file, each table is read once, and what is
 written is bounded, however the file refers to itself.
 
+What is taken is an ext4 file system: the whole device, or its one root partition, see
+`partitions`.
+
 Source: QEMU, docs/interop/qcow2.txt.
 """
 
@@ -14,12 +17,20 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import zstandard
 
 from common.units import MiB
 from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.index import MAX_DEVICE_BYTES
+from hosts.volumes.partitions import (
+    EXT_MAGIC,
+    EXT_MAGIC_AT,
+    BadTable,
+    Partition,
+    root_partition,
+)
 
 _HEADER_V2 = struct.Struct(">4sIQIIQIIQQIIQ")
 _FEATURES = struct.Struct(">QQQII")
@@ -50,9 +61,6 @@ _OTHERS = {
     b"BZh": "bzip2",
 }
 
-_EXT_MAGIC_AT = 1024 + 56
-_EXT_MAGIC = b"\x53\xef"
-
 
 class BadImage(Exception):
     """The image cannot be taken; the text is for whoever sent it."""
@@ -67,23 +75,59 @@ class Limits:
 
 
 def unpack_image(source: Path, target: Path, limits: Limits) -> int:
-    """Write what an image holds to a new, sparse, raw file; returns the device's size.
+    """Write the file system that an image holds to a new, sparse, raw file.
+
+    Returns: the size of the device that the file is to be.
 
     Raises:
         BadImage: it is none that can be taken. The target may be there in part.
     """
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        start = os.pread(fd, 512, 0)
-        if start.startswith(_MAGIC):
-            size_bytes = _unpack_qcow2(fd, target, limits)
-        else:
-            _refuse_others(start)
-            size_bytes = _copy_raw(fd, target, limits)
+        image = _open(fd, limits)
+        part = _file_system(image)
+        with _Target(target, part, limits) as raw:
+            for at, data in image.pieces(part):
+                raw.write(at, data)
     finally:
         os.close(fd)
-    _check_file_system(target)
-    return size_bytes
+    return _whole_blocks(part.length)
+
+
+class _Image(Protocol):
+    """A disk, as it is read from a file of some format."""
+
+    size_bytes: int
+
+    def read(self, at: int, length: int) -> bytes:
+        """Read a few bytes of the device; fewer at its end."""
+
+    def pieces(self, part: Partition) -> Iterator[tuple[int, bytes]]:
+        """Give what is on a part of the device, each piece once and with its place.
+
+        The first and the last may reach beyond it. Nothing else is read.
+        """
+
+
+def _open(fd: int, limits: Limits) -> _Image:
+    start = os.pread(fd, 512, 0)
+    if start.startswith(_MAGIC):
+        return _Qcow2(fd, limits)
+    _refuse_others(start)
+    return _Raw(fd, limits)
+
+
+def _file_system(image: _Image) -> Partition:
+    """Find the ext4 file system on the device."""
+    if image.read(EXT_MAGIC_AT, len(EXT_MAGIC)) == EXT_MAGIC:
+        return Partition(0, image.size_bytes)
+    try:
+        found = root_partition(image.read, image.size_bytes)
+    except BadTable as error:
+        raise BadImage(str(error)) from error
+    if found is None:
+        raise BadImage("There is no ext4 file system on the image, nor a partition with one.")
+    return found
 
 
 def _refuse_others(start: bytes) -> None:
@@ -100,35 +144,35 @@ def _check_size(size_bytes: int, limits: Limits) -> int:
             f"The image is a disk of {size_bytes} bytes; at most {limits.device_bytes} are "
             "taken."
         )
-    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _check_file_system(target: Path) -> None:
-    with target.open("rb") as file:
-        file.seek(_EXT_MAGIC_AT)
-        if file.read(2) != _EXT_MAGIC:
-            raise BadImage(
-                "There is no ext4 file system on the image as a whole. One with partitions "
-                "cannot be started here: send its root partition alone."
-            )
-
-
-def _copy_raw(fd: int, target: Path, limits: Limits) -> int:
-    length = os.fstat(fd).st_size
-    size_bytes = _check_size(length, limits)
-    with _Target(target, size_bytes, limits) as raw:
-        for at in range(0, length, BLOCK_BYTES):
-            raw.write(at, os.pread(fd, BLOCK_BYTES, at))
     return size_bytes
 
 
-class _Target:
-    """A sparse file that takes no more than it may."""
+def _whole_blocks(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
-    def __init__(self, path: Path, size_bytes: int, limits: Limits) -> None:
+
+class _Raw:
+    """The device byte for byte."""
+
+    def __init__(self, fd: int, limits: Limits) -> None:
+        self._fd = fd
+        self.size_bytes = _check_size(os.fstat(fd).st_size, limits)
+
+    def read(self, at: int, length: int) -> bytes:
+        return os.pread(self._fd, length, at)
+
+    def pieces(self, part: Partition) -> Iterator[tuple[int, bytes]]:
+        for at in range(part.start, part.end, BLOCK_BYTES):
+            yield at, os.pread(self._fd, BLOCK_BYTES, at)
+
+
+class _Target:
+    """A sparse file with a range of the device, that takes no more than it may."""
+
+    def __init__(self, path: Path, part: Partition, limits: Limits) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._fd, size_bytes)
-        self._size_bytes = size_bytes
+        os.ftruncate(self._fd, _whole_blocks(part.length))
+        self._part = part
         self._left_bytes = limits.data_bytes
 
     def __enter__(self) -> "_Target":
@@ -138,13 +182,13 @@ class _Target:
         os.close(self._fd)
 
     def write(self, at: int, data: bytes) -> None:
-        data = data[: self._size_bytes - at]
+        data = data[max(0, self._part.start - at) : max(0, self._part.end - at)]
         if not data.strip(b"\0"):
             return
         self._left_bytes -= len(data)
         if self._left_bytes < 0:
             raise BadImage("The image holds more data than is taken.")
-        os.pwrite(self._fd, data, at)
+        os.pwrite(self._fd, data, max(0, at - self._part.start))
 
 
 @dataclass(frozen=True)
@@ -200,35 +244,59 @@ def _check_features(features: int, compression: int) -> None:
         raise BadImage("The image uses features of qcow2 that are not taken here.")
 
 
-def _unpack_qcow2(fd: int, target: Path, limits: Limits) -> int:
-    header = _read_header(fd)
-    size_bytes = _check_size(header.size_bytes, limits)
-    tables = _read_l1(fd, header)
-    with _Target(target, size_bytes, limits) as raw:
-        for number, at in tables:
-            first = number * header.entries
-            for place, entry in _entries(fd, header, at):
-                offset = (first + place) << header.cluster_bits
-                if offset < size_bytes:
-                    raw.write(offset, _read_cluster(fd, header, entry))
-    return size_bytes
+class _Qcow2:
+    """A device whose clusters lie in the file as its tables say."""
+
+    def __init__(self, fd: int, limits: Limits) -> None:
+        self._fd = fd
+        self._header = _read_header(fd)
+        self.size_bytes = _check_size(self._header.size_bytes, limits)
+        self._tables = _read_l1(fd, self._header)
+
+    def read(self, at: int, length: int) -> bytes:
+        end = min(at + length, self.size_bytes)
+        parts = []
+        while at < end:
+            number, inside = divmod(at, self._header.cluster_bytes)
+            part = self._cluster(number)[inside:][: end - at]
+            # A cluster that is not there, or not in full, is zeros.
+            part = part.ljust(min(end - at, self._header.cluster_bytes - inside), b"\0")
+            parts.append(part)
+            at += len(part)
+        return b"".join(parts)
+
+    def _cluster(self, number: int) -> bytes:
+        table, place = divmod(number, self._header.entries)
+        if table not in self._tables:
+            return b""
+        raw = _read(self._fd, self._tables[table] + 8 * place, 8)
+        entry = int.from_bytes(raw, "big")
+        return _read_cluster(self._fd, self._header, entry) if entry else b""
+
+    def pieces(self, part: Partition) -> Iterator[tuple[int, bytes]]:
+        for number, at in self._tables.items():
+            first = number * self._header.entries
+            for place, entry in _entries(self._fd, self._header, at):
+                offset = (first + place) << self._header.cluster_bits
+                if part.start < offset + self._header.cluster_bytes and offset < part.end:
+                    yield offset, _read_cluster(self._fd, self._header, entry)
 
 
-def _read_l1(fd: int, header: _Header) -> list[tuple[int, int]]:
-    """List (place, offset) of the L2 tables that there are."""
+def _read_l1(fd: int, header: _Header) -> dict[int, int]:
+    """Map the places of the L2 tables that there are to their offsets."""
     span_bytes = header.entries << header.cluster_bits
     needed = -(-header.size_bytes // span_bytes)
     if header.l1_entries < needed or 8 * needed > MAX_L1_BYTES:
         raise BadImage("The image's size and its tables do not agree.")
     raw = _read(fd, header.l1_at, 8 * needed)
-    found: list[tuple[int, int]] = []
+    found: dict[int, int] = {}
     for number, (entry,) in enumerate(struct.iter_unpack(">Q", raw)):
         offset = entry & _OFFSET_MASK
         if offset % header.cluster_bytes:
             raise BadImage("The image has a table at an impossible place.")
         if offset:
-            found.append((number, offset))
-    if len({offset for _, offset in found}) != len(found):
+            found[number] = offset
+    if len(set(found.values())) != len(found):
         raise BadImage("The image uses one table in two places.")
     return found
 

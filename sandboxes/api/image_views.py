@@ -67,7 +67,8 @@ class TemplateImport(AsyncTeamView):
     @extend_schema(
         summary="Make a template of an image",
         description=(
-            "The raw body is a qcow2 or raw image of an ext4 file system, without partitions. "
+            "The raw body is a qcow2 or raw image of an ext4 file system, or of a disk (GPT or "
+            "MBR) whose root partition has one: that partition alone is taken. "
             "It must stand alone: one that names a backing or data file is refused, as is an "
             "encrypted one. The template can be claimed once `status.creation.state` is ready."
         ),

@@ -211,7 +211,7 @@ class ImportForm(TemplateForm):
 
     image = forms.FileField(
         label="Image",
-        help_text="qcow2 or raw: an ext4 file system without partitions, standing alone.",
+        help_text="qcow2 or raw, standing alone: an ext4 file system or a disk with one.",
         widget=forms.ClearableFileInput({"class": "form-control"}),
         error_messages={
             "required": "Choose a file.",
