@@ -1,15 +1,19 @@
 """A fleet's volumes in small: a store in memory, real rows, and a clock that can be set."""
 
+import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from random import Random
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
 from django.utils import timezone
 
 from common.units import GiB, KiB, MiB
+from hosts import collection
 from hosts.collection import Collected, Collector
 from hosts.keys import DatabaseKeys
 from hosts.models import Generation, Host, StoredObject, Volume
@@ -25,16 +29,22 @@ from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit, commit_overlays, import_image, load_root
 from hosts.volumes.keys import Keyring
+from hosts.volumes.objects import StoreConfig
 from hosts.volumes.reader import ReaderMemory, VolumeReader
+from hosts.volumes.store import S3ObjectStore
 from tests.hosts.volumes.memory_store import MemoryStore
 from tests.hosts.volumes.overlays import write_overlay
+from tests.killed import Processes
 
 DEVICE_BYTES = 1 * GiB
 GRACE = timedelta(hours=6)
 CONTENT_BYTES = 2 * KiB
 """Of each block that tests write; the rest is zeros, so that they are quick."""
 
+PACK_BYTES = 16 * KiB
+
 SETTLE_RUNS = 40
+LOCK_FREE_S = 20
 
 Content = dict[int, bytes]
 
@@ -63,8 +73,8 @@ class World:
         )
         monkeypatch.setattr("hosts.collection.timezone.now", lambda: self.now)
         # Packs of some blocks, instead of thousands.
-        monkeypatch.setattr(commit, "PACK_BYTES", 16 * KiB)
-        monkeypatch.setattr(collect, "PACK_BYTES", 16 * KiB)
+        monkeypatch.setattr(commit, "PACK_BYTES", PACK_BYTES)
+        monkeypatch.setattr(collect, "PACK_BYTES", PACK_BYTES)
 
     def pass_time(self, span: timedelta) -> datetime:
         self.now += span
@@ -200,4 +210,56 @@ class World:
         return set(StoredObject.objects.values_list("key", flat=True))
 
     def packs_of(self, volume_id: UUID) -> set[str]:
-        return {key for key in self.store.objects if key.startswith(f"packs/{volume_id.hex}")}
+        return {key for key, _ in self.store.keys(f"packs/{volume_id.hex}")}
+
+    def stored_keys(self) -> set[str]:
+        kinds = ("packs/", "leaves/", "roots/")
+        return {key for kind in kinds for key, _ in self.store.keys(kind)}
+
+
+class StoredWorld(World):
+    """The same in a real store, which collectors in other processes see as well."""
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, config: StoreConfig
+    ) -> None:
+        super().__init__(folder, monkeypatch)
+        self.config = config
+        self.store = cast(MemoryStore, S3ObjectStore(config))
+        self.cache = ObjectCache(
+            folder / "cache", budget_bytes=256 * MiB, reader=self.store, patience_s=0
+        )
+
+    def collect_elsewhere(
+        self, processes: Processes, operation: str, failpoints: str = ""
+    ) -> int:
+        """Collect or sweep in another process; negative is the signal that ended it."""
+        return processes.run(
+            be_collector,
+            asdict(self.config),
+            str(self.folder),
+            self.now.isoformat(),
+            operation,
+            failpoints=failpoints,
+        )
+
+
+def be_collector(store: dict[str, Any], folder: str, now: str, operation: str) -> None:
+    """Be the process of a collector, at a time of its own."""
+    for module in (commit, collect):
+        setattr(module, "PACK_BYTES", PACK_BYTES)  # noqa: B010 - the types call it a constant
+    timezone.now = lambda: datetime.fromisoformat(now)
+    objects = S3ObjectStore(StoreConfig(**store))
+    cache = ObjectCache(
+        Path(folder) / "elsewhere", budget_bytes=256 * MiB, reader=objects, patience_s=0
+    )
+    collector = Collector(objects, cache, DatabaseKeys(), grace=GRACE)
+    deadline = time.monotonic() + LOCK_FREE_S
+    while True:
+        with collection._alone() as is_alone:
+            if is_alone:
+                collector.collect() if operation == "collect" else collector.sweep_orphans()
+                return
+        if time.monotonic() > deadline:
+            raise AssertionError("a collector that was killed keeps the others out")
+        time.sleep(0.05)

@@ -1,5 +1,6 @@
 """The collector: nothing that is needed is ever deleted, and nothing else is kept for long."""
 
+import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -17,9 +18,15 @@ from hosts.services import begin_reading, new_volume, publish_commit, publish_ge
 from hosts.volumes.commit import Commit
 from hosts.volumes.errors import KeyDestroyed, StoreUnavailable
 from hosts.volumes.failpoints import NAMES, VARIABLE
-from tests.hosts.collecting import GRACE, SETTLE_RUNS, World
+from hosts.volumes.objects import StoreConfig
+from tests.hosts.collecting import GRACE, SETTLE_RUNS, StoredWorld, World
+from tests.killed import Processes, processes
+from tests.s3 import s3, s3_server
+
+__all__ = ["processes", "s3", "s3_server"]
 
 SOON = timedelta(minutes=5)
+STEPS = sorted(name for name in NAMES if name.startswith("collect."))
 
 
 @pytest.fixture
@@ -520,10 +527,8 @@ def test_a_repacker_that_sleeps_until_its_rows_are_gone_moves_nothing(
     assert world.row_keys() == set(world.store.objects) == world.named_keys()
 
 
-@pytest.mark.parametrize("step", sorted(n for n in NAMES if n.startswith("collect.")))
-def test_a_collector_that_dies_at_any_step_loses_nothing_and_the_next_ends_it(
-    world: World, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def prepare_for_all_steps(world: World) -> None:
+    """Have something to do at every step: sparse packs, the dead, an orphan."""
     volume, _ = sparse_volume(world)
     world.upload(volume, world.blocks(60))
     world.detach(volume)
@@ -533,16 +538,88 @@ def test_a_collector_that_dies_at_any_step_loses_nothing_and_the_next_ends_it(
     StoredObject.objects.filter(volume=gone.volume_id).update(dead_at=world.now - 2 * GRACE)
     world.pass_time(2 * GRACE)
 
+
+def check_that_the_next_ends_it(world: World) -> None:
+    world.settle()
+    world.sweep()
+    world.check()
+    assert world.row_keys() == world.stored_keys() == world.named_keys()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_collector_that_fails_at_any_step_loses_nothing_and_the_next_ends_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    prepare_for_all_steps(world)
     monkeypatch.setenv(VARIABLE, f"{step}=fail")
     with pytest.raises(StoreUnavailable):
         world.sweep() if step == "collect.fenced" else world.collect()
     monkeypatch.delenv(VARIABLE)
 
     world.check()
-    world.settle()
-    world.sweep()
+    check_that_the_next_ends_it(world)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_collector_that_is_killed_at_any_step_loses_nothing_and_the_next_ends_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    s3: StoreConfig,
+    processes: Processes,
+    step: str,
+) -> None:
+    world = StoredWorld(tmp_path, monkeypatch, s3)
+    prepare_for_all_steps(world)
+    operation = "sweep" if step == "collect.fenced" else "collect"
+    status = world.collect_elsewhere(processes, operation, f"{step}=kill")
+    assert status == -signal.SIGKILL, f"{step} was not reached"
+
     world.check()
-    assert world.row_keys() == set(world.store.objects) == world.named_keys()
+    assert world.collect_elsewhere(processes, operation) == 0
+    world.check()
+    check_that_the_next_ends_it(world)
+
+
+@pytest.mark.parametrize(
+    "step", ["collect.buried", "collect.reserved", "collect.packs", "collect.root"]
+)
+@pytest.mark.parametrize("uploaded", ["before", "meanwhile"])
+def test_a_commit_that_is_published_while_packs_under_it_are_moved_keeps_all_of_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str, uploaded: str
+) -> None:
+    """A disk is attached; its root leaves the head while the collector empties its packs."""
+    volume, snapshot = sparse_volume(world)
+    head = Volume.objects.select_related("head").get(pk=volume.pk).head
+    assert head is not None
+    # Other roots with the same sparse packs, which nothing keeps from being moved.
+    world.detach(world.attach(new_volume(owner="7", head=snapshot)))
+    writes = world.blocks(2, 3, 41)
+    made = world.upload(volume, writes) if uploaded == "before" else None
+    published: list[Generation] = []
+
+    def publish_now(name: str) -> None:
+        if name != step or published:
+            return
+        late = made or world.upload(volume, writes)
+        assert late is not None
+        content = world.contents[head.pk] | {n: b for n, b in writes.items() if b is not None}
+        published.append(world.publish(volume, late, content))
+
+    monkeypatch.setattr("hosts.collection.reach", publish_now)
+    monkeypatch.setattr("hosts.volumes.collect.reach", publish_now)
+    done = world.collect()
+    assert published, f"{step} was not reached"
+    assert done.moved
+    world.check()
+    # The disk goes on, and nothing that its root names goes while it does.
+    for number in range(3):
+        world.pass_time(2 * GRACE)
+        world.collect()
+        world.check()
+        assert world.write(volume, world.blocks(number)) is not None
+    world.detach(volume)
+    check_that_the_next_ends_it(world)
 
 
 # -- all of it at once ------------------------------------------------------------------------

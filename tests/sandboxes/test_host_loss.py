@@ -1,7 +1,11 @@
 """A host that is lost: its sandboxes go on elsewhere, and it cannot harm them any more."""
 
+import os
+import signal
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
+from itertools import count
 from uuid import UUID
 
 import pytest
@@ -16,12 +20,17 @@ from common.units import GiB
 from hosts.errors import StaleEpoch
 from hosts.models import Generation, Host, Placement, Volume
 from hosts.services import attach_volume, publish_generation
-from sandboxes import operations, services
+from sandboxes import actors, operations, services
 from sandboxes.host_loss import HostWatch, leave_host
 from sandboxes.models import Sandbox
+from sandboxes.sweep import Sweeper
 from sandboxes.watch import Watcher
 from tests.fakes.host import FakeHost, fake_hypervisor
 from tests.fakes.hypervisor import FakeHypervisor
+from tests.hosts.machine import wait_for
+from tests.killed import Processes, processes
+
+__all__ = ["processes"]
 
 State = Sandbox.State
 
@@ -255,3 +264,76 @@ def test_an_operator_can_say_that_a_host_is_lost(
     call_command("leave_host", host.name)
 
     assert "1 sandboxes left local; 0 found no room" in capsys.readouterr().out
+
+
+def leave_and_die(host_name: str, module: str, function: str, nth: int) -> None:
+    """Be `manage.py leave_host`, killed as it calls a function for the nth time."""
+    where = import_module(module)
+    calls = count(1)
+    go_on = getattr(where, function)
+
+    def die_at_last(*args: object, **kwargs: object) -> object:
+        if next(calls) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return go_on(*args, **kwargs)
+
+    setattr(where, function, die_at_last)
+    call_command("leave_host", host_name)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("module", "function", "left"),
+    [
+        # In the second's transaction, which is rolled back; and before its message is sent.
+        pytest.param("sandboxes.host_loss", "record_event", 1, id="before the commit"),
+        pytest.param("sandboxes.actors", "send", 2, id="before the message"),
+    ],
+)
+def test_leaving_a_host_that_was_cut_short_is_done_again_to_the_end(
+    claim: Callable[..., Sandbox],
+    machine: FakeHost,
+    *,
+    host: Host,
+    other_host: Host,
+    processes: Processes,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    function: str,
+    left: int,
+) -> None:
+    sandboxes = [claim() for _ in range(3)]
+    for sandbox in sandboxes:
+        operations.boot(sandbox.id)
+    epochs = set(Volume.objects.filter(sandbox__in=sandboxes).values_list("epoch", flat=True))
+    lose(host, other_host)
+
+    status = processes.run(leave_and_die, host.name, module, function, 2)
+    assert status == -signal.SIGKILL
+    assert wait_for(lambda: other_host.sandboxes.count() == left, timeout_s=10)
+    call_command("leave_host", host.name)
+    call_command("leave_host", host.name)
+
+    for sandbox in sandboxes:
+        sandbox.refresh_from_db()
+        assert (sandbox.state, sandbox.host) == (State.RESUMING, other_host)
+        assert Placement.objects.get(guest_uuid=sandbox.uuid).host == other_host
+        volume = Volume.objects.get(sandbox=sandbox)
+        assert volume.attached_host is None
+        assert {volume.epoch - 1} == epochs, "seized once"
+        assert (
+            AuditEvent.objects.filter(
+                action="sandbox.host_lost", resource_id=sandbox.id
+            ).count()
+            == 1
+        )
+    assert not MeterInterval.objects.filter(period__upper_inf=True).exists()
+    host.refresh_from_db()
+    assert host.promised_bytes == 0
+
+    # The message that was never sent is, in the end.
+    sent: list[object] = []
+    monkeypatch.setattr(actors, "send", lambda actor, queue, *args: sent.extend(args))
+    with time_machine.travel(timezone.now() + timedelta(minutes=1)):
+        Sweeper().repeat_hints()
+    assert set(sent) == {sandbox.id for sandbox in sandboxes}
