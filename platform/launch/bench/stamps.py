@@ -15,9 +15,9 @@ Writes in flight at once never overlap, so there is nothing else to it.
 
 A drive that loses power may lose any part of what it did not flush: then each sector is
 looked at alone, and must not be older than the last flush that was answered. What was trimmed
-or zeroed since may hold anything: such sectors were found to hold data of another place. Our
-explanation, not proven, is that QEMU gives a freed cluster to the next write before the table
-that let go of it is on disk.
+or zeroed since may also hold what was written to another place of the same disk: QEMU gives a
+freed cluster to the next write before the table that let go of it is on disk. See
+docs/benchmarks.md.
 """
 
 import struct
