@@ -14,7 +14,7 @@ from functools import partial
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import BooleanField, ExpressionWrapper, Q
 
 from accounts.services import record_event
 from common.errors import DomainError
@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 
 State = Sandbox.State
 
-# One look takes this many sandboxes from a host; the next look takes more.
+# One look takes so many sandboxes from a host, or tries so many in vain; the next goes on.
 BATCH = 100
+MAX_IN_VAIN = 500
 
 
 class HostWatch:
@@ -59,12 +60,22 @@ def leave_host(host: Host) -> int:
 
     Those for which there is no room stay where they are, and are tried again.
     """
-    moved = 0
+    moved = in_vain = 0
     there = Sandbox.objects.filter(Q(host=host) | Q(volume__attached_host=host))
-    for sandbox in there.exclude(state=State.DELETED).order_by("pk")[:BATCH]:
+    # Those that need no room elsewhere first: they must not wait behind those that do.
+    needs_room = Q(state__in=[State.STARTING, State.RUNNING, State.RESUMING])
+    left = (
+        there.exclude(state=State.DELETED)
+        .alias(needs_room=ExpressionWrapper(needs_room, BooleanField()))
+        .order_by("needs_room", "?")
+    )
+    for sandbox in left[: BATCH + MAX_IN_VAIN]:
+        if moved >= BATCH or in_vain >= MAX_IN_VAIN:
+            break
         try:
             moved += _leave(sandbox, host)
         except DomainError as error:
+            in_vain += 1
             log.warning("sandbox %s stays on lost host %s: %s", sandbox.id, host.name, error)
     return moved
 

@@ -340,7 +340,6 @@ def _move_head(volume: Volume, wanted: Generation) -> None:
     keep_generation(wanted)
     is_own = wanted.volume_id == volume.pk
     learned = wanted.start_blocks
-    keep_generation(wanted)
     volume.head = publish_generation(
         volume.pk,
         epoch=volume.epoch,

@@ -17,9 +17,8 @@ pytestmark = [pytest.mark.guest, pytest.mark.timeout(900)]
 
 def guests(platform: Platform) -> set[int]:
     """List the processes that run guests of this platform."""
-    found = subprocess.run(
-        ["pgrep", "-f", f"guest={platform.guest_network}-"], capture_output=True, text=True
-    )
+    command = ["pgrep", "-f", f"guest={platform.guest_network}-"]
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
     return {int(pid) for pid in found.stdout.split()}
 
 

@@ -133,6 +133,26 @@ def test_without_room_elsewhere_a_sandbox_stays(
     assert (volume.attached_host, volume.epoch) == (host, 1)
 
 
+def test_one_that_needs_no_room_does_not_wait_behind_those_that_do(
+    running: Sandbox,
+    claim: Callable[..., Sandbox],
+    host: Host,
+    other_host: Host,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sandboxes.host_loss.MAX_IN_VAIN", 1)
+    claim()
+    ending = claim()
+    services.delete_sandbox(sandbox=ending)
+    lose(host, other_host)
+    Host.objects.filter(pk=other_host.pk).update(memory_bytes=1)
+
+    assert leave_host(host) == 1
+
+    ending.refresh_from_db()
+    assert ending.state == State.DELETED
+
+
 def test_a_pause_on_a_lost_host_ends_with_what_was_stored(
     running: Sandbox, host: Host, other_host: Host
 ) -> None:

@@ -1,5 +1,7 @@
 """The real images, booted by QEMU: what only a whole machine can show."""
 
+import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ import asyncssh
 import pytest
 
 from hosts.guest import protocol
+from hosts.guest.channel import AgentSilent
 from hosts.guest.probe import boots, known_accelerator
 from hosts.guest.protocol import Decoder, Frame
 from tests.hosts.guest.machines import (
@@ -161,7 +164,8 @@ async def check_lack_of_memory(connection: asyncssh.SSHClientConnection) -> None
 
 
 # How far a disk of some 0.4 GiB is filled; the race is the same all the way up.
-TIMES = 4
+TIMES = int(os.environ.get("GROWTH_TIMES", "4"))
+"""Each costs half a GiB that an emulated guest writes."""
 
 WRITER = """
 import os, sys, time
@@ -185,8 +189,8 @@ print(took)
 async def test_a_writer_never_finds_a_small_disk_full_below_its_ceiling(
     tmp_path: Path,
 ) -> None:
-    # A base image that is full but for 10 MB, in a device of 8 GiB.
-    guest = new_guest(tmp_path, size_bytes=8 * GIB)
+    # A base image that is full but for 10 MB, in a device of 16 GiB.
+    guest = new_guest(tmp_path, size_bytes=16 * GIB)
     made = make_small(tmp_path, guest)
     with guest.running(memory_mib=512):
         async with await guest.connect() as connection:
@@ -199,8 +203,13 @@ async def test_a_writer_never_finds_a_small_disk_full_below_its_ceiling(
 
     assert stats["span_bytes"] > TIMES * made.size_bytes
     assert float(out) > 0
-    assert stats["ceiling_bytes"] == 8 * GIB
+    assert stats["ceiling_bytes"] == 16 * GIB
     assert checked.returncode == 0, checked.stdout
+
+
+TARGET_BYTES = 256 * GIB
+"""Far enough that the kernel is surely not done when the plug is pulled."""
+CUT_AFTER_S = 0.3
 
 
 async def test_a_disk_that_is_full_at_its_ceiling_refuses_and_boots_again(
@@ -229,6 +238,24 @@ async def test_a_disk_that_is_full_at_its_ceiling_refuses_and_boots_again(
 
     assert stats["ceiling_bytes"] == made.size_bytes + 256 * MIB
     assert stats["disk_free_bytes"] < 20 * MIB
+    assert file_system_check(guest).returncode == 0
+
+
+def test_growth_that_is_cut_off_goes_on_at_the_next_start(tmp_path: Path) -> None:
+    guest = new_guest(tmp_path, size_bytes=TARGET_BYTES)
+    made = make_small(tmp_path, guest, spare_bytes=2 * GIB)
+    with guest.running() as process:
+        threading.Timer(CUT_AFTER_S, process.kill).start()
+        with pytest.raises(AgentSilent):
+            guest.channel.grow(TARGET_BYTES)
+        process.wait()
+
+    with guest.running():
+        between = guest.channel.stats()
+        grown_bytes = guest.channel.grow(TARGET_BYTES)
+        guest.channel.prepare_stop(20)
+
+    assert made.size_bytes <= between["span_bytes"] < TARGET_BYTES - GIB < grown_bytes
     assert file_system_check(guest).returncode == 0
 
 
