@@ -25,10 +25,11 @@ import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -101,11 +102,16 @@ class PausedFiles:
         if self._started is not None:
             _reap(self._started)
 
-    def open(self, volume_id: UUID, image: Path) -> Path:
+    def open(
+        self, volume_id: UUID, image: Path, *, show: Callable[[], object] = lambda: None
+    ) -> Path:
         """Serve the volume's files from its raw image, unless that is done already.
 
         The image's owner is changed to the confinement's. It must stay in place until
         `close`, and nothing else may write to it.
+
+        Args:
+            show: makes the image; called while the confinement is being made.
 
         Returns: the socket that speaks SFTP; the gate relays to it by the volume's id.
 
@@ -114,9 +120,11 @@ class PausedFiles:
             FilesUnavailable: it was not ready in time, or could not be started.
         """
         with self._locked(volume_id):
-            if not self._is_running(volume_id):
+            if self._is_running(volume_id):
+                show()
+            else:
                 self._path(volume_id, "image").write_text(str(image))
-                self._start(volume_id, image)
+                self._start(volume_id, image, show)
             return self.socket(volume_id)
 
     def close(self, volume_id: UUID) -> bool:
@@ -236,22 +244,43 @@ class PausedFiles:
         try:
             image = Path(self._path(volume_id, "image").read_text())
             if image.exists():
-                self._start(volume_id, image)
+                self._start(volume_id, image, lambda: None)
         except (FileNotFoundError, FileSystemDamaged, FilesUnavailable) as error:
             log.warning("the files of volume %s are not whole: %s", volume_id, error)
         self._stop(volume_id)
 
-    def _start(self, volume_id: UUID, image: Path) -> None:
+    def _start(self, volume_id: UUID, image: Path, show: Callable[[], object]) -> None:
         (self._config.files_dir / "root").mkdir(exist_ok=True)  # each mounts its own over it
+        answer: dict[str, Any] = {}
+        failure: BaseException | None = None
         with self._lock_state(volume_id) as state_fd:
             self._path(volume_id, "pid").unlink(missing_ok=True)
-            answer = self._launch(self._spec(volume_id, image, state_fd), state_fd)
-        if answer.get("ok") is not True:
-            self._give_up(volume_id)
-            detail = str(answer.get("detail", "the log says why"))
-            if answer.get("code") == "damaged":
-                raise FileSystemDamaged(f"The file system cannot be opened: {detail}.")
-            raise FilesUnavailable(f"The files cannot be opened: {detail}.")
+            try:
+                answer = self._launch(volume_id, image, show, state_fd)
+            except BaseException as error:
+                failure = error
+        if answer.get("ok") is True:
+            return
+        self._give_up(volume_id)  # it waits for the lock
+        if failure is not None:
+            raise failure
+        detail = str(answer.get("detail", "the log says why"))
+        if answer.get("code") == "damaged":
+            raise FileSystemDamaged(f"The file system cannot be opened: {detail}.")
+        raise FilesUnavailable(f"The files cannot be opened: {detail}.")
+
+    def _launch(
+        self, volume_id: UUID, image: Path, show: Callable[[], object], state_fd: int
+    ) -> dict[str, Any]:
+        """Start the mount's process, give it its image, and return the line that it says."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            spec = self._spec(volume_id, state_fd, theirs.fileno())
+            with self._launched(spec, state_fd, theirs.fileno()) as reader:
+                theirs.close()
+                show()
+                _give(image, ours, self._config.first_id)
+                return _read_answer(reader)
 
     @contextmanager
     def _lock_state(self, volume_id: UUID) -> Iterator[int]:
@@ -268,37 +297,39 @@ class PausedFiles:
         finally:
             os.close(fd)
 
-    def _launch(self, spec: str, state_fd: int) -> dict[str, Any]:
-        """Start the mount's process, and return the line that it says."""
-        answer = self._fork(spec, state_fd)
-        return self._run_new(spec, state_fd) if answer is None else answer
+    @contextmanager
+    def _launched(self, spec: str, state_fd: int, image_fd: int) -> Iterator[int]:
+        """Start the mount's process; yields the pipe that its answer comes by.
 
-    def _fork(self, spec: str, state_fd: int) -> dict[str, Any] | None:
-        """Have the starter do it; None where that does not, nor will."""
-        complaints = self._log()
+        The starter does it, or where that does not, nor will, a new Python.
+        """
         with _pipe() as (reader, writer):
-            try:
-                is_forked = paused_starter.ask(
-                    self._starter(),
-                    spec,
-                    state=state_fd,
-                    log=complaints,
-                    answer=writer.fileno(),
+            process = None
+            if not self._fork(spec, state_fd, image_fd, writer.fileno()):
+                fds = (state_fd, image_fd)
+                process = self._run(
+                    paused_mount.__name__, spec, stdout=writer.fileno(), pass_fds=fds
                 )
+            writer.close()
+            try:
+                yield reader.fileno()
             finally:
-                os.close(complaints)
-            writer.close()
-            return _read_answer(reader.fileno()) if is_forked else None
+                if process is not None:
+                    _reap(process)
 
-    def _run_new(self, spec: str, state_fd: int) -> dict[str, Any]:
-        with _pipe() as (reader, writer):
-            process = self._run(
-                paused_mount.__name__, spec, stdout=writer.fileno(), pass_fds=(state_fd,)
+    def _fork(self, spec: str, state_fd: int, image_fd: int, answer: int) -> bool:
+        complaints = self._log()
+        try:
+            return paused_starter.ask(
+                self._starter(),
+                spec,
+                state=state_fd,
+                image=image_fd,
+                log=complaints,
+                answer=answer,
             )
-            writer.close()
-            answer = _read_answer(reader.fileno())
-            _reap(process)
-            return answer
+        finally:
+            os.close(complaints)
 
     def _run(
         self, module: str, argument: str, *, stdout: int, pass_fds: tuple[int, ...] = ()
@@ -322,14 +353,14 @@ class PausedFiles:
     def _starter(self) -> Path:
         return self._config.files_dir / f"starter-{paused_starter.code_version()}"
 
-    def _spec(self, volume_id: UUID, image: Path, state_fd: int) -> str:
+    def _spec(self, volume_id: UUID, state_fd: int, image_fd: int) -> str:
         return json.dumps(
             {
-                "image": str(image),
                 "socket": str(self.socket(volume_id)),
                 "settle_socket": str(self._path(volume_id, "settle")),
                 "pid_file": str(self._path(volume_id, "pid")),
                 "state_fd": state_fd,
+                "image_fd": image_fd,
                 "used_file": str(self._path(volume_id, "used")),
                 "dirty_file": str(self._path(volume_id, "dirty")),
                 "root_dir": str(self._config.files_dir / "root"),
@@ -405,6 +436,16 @@ def _started(pid: int) -> str | None:
         return None
     state, started = fields[0], fields[19]
     return None if state in ("Z", "X") else started
+
+
+def _give(image: Path, confinement: socket.socket, owner: int) -> None:
+    try:
+        os.chown(image, owner, owner)
+        paused_mount.send_image(confinement, str(image))
+    except (BrokenPipeError, ConnectionResetError):
+        return  # it has ended, and will not answer either
+    except OSError as error:
+        raise FilesUnavailable(f"The image cannot be opened: {error.strerror}.") from error
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 
     root, host's namespaces      a small root is built: /usr read-only, /dev/fuse, the image
       └─ fork, new user, mount, PID, network, IPC and UTS namespaces
-         └─ init (PID 1)         e2fsck, then fuse2fs, then the server; unmounts at the end
+         └─ init (PID 1)         e2fsck if need be, fuse2fs, then the server; it unmounts
             ├─ fuse2fs           sees the small root; may do no more than mount
             └─ server            the guest's file system is its root; has no capability
 
@@ -13,6 +13,9 @@ an unprivileged range of ids, with few system calls (`hosts.paused_syscalls`), w
 network, without a way to run or load a file of the guest (the mount is `noexec`, and
 Python's imports are shut before the first request). Init is the namespace's PID 1: when it
 ends, so does everything in it.
+
+All is made ready before the image is there, which comes last, by a socket, as a mount of its
+own: so the sandbox's disk can be attached meanwhile.
 
 One line of JSON on standard output says how the start went.
 """
@@ -27,7 +30,6 @@ import resource
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -35,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from common.units import GiB
-from hosts import paused_syscalls
+from hosts import paused_clean, paused_syscalls
 from hosts.sftp_server import Journal, forbid_imports, serve
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -67,6 +69,11 @@ MS_REC = 16384
 MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 
+AT_FDCWD = -100
+OPEN_TREE_CLONE = 1
+MOVE_MOUNT_F_EMPTY_PATH = 4
+SYS_OPEN_TREE = 428
+SYS_MOVE_MOUNT = 429
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}[os.uname().machine]
 PR_SET_PDEATHSIG = 1
 PR_CAPBSET_DROP = 24
@@ -90,6 +97,9 @@ SERVER_END_TIMEOUT_S = 10.0
 # fuse2fs writes what it holds back when it is unmounted, through the storage daemon.
 UNMOUNT_TIMEOUT_S = 60.0
 
+KILL_TIMEOUT_S = 10.0
+MAX_FD = 1 << 20
+
 AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 
 ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "TZ": "UTC0"}
@@ -99,16 +109,17 @@ ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "TZ": "UT
 class Spec:
     """What `hosts.paused_files` asks for; every path is absolute.
 
-    `state_fd` is inherited, with a lock on it that lasts until init ends. `repair` asks
+    Two descriptors are inherited: `state_fd`, with a lock on it that lasts until init ends,
+    and `image_fd`, a socket by which the image comes (see `send_image`). `repair` asks
     e2fsck to mend all it can, and not only what is sure to be harmless: for an image whose
     last mount here was cut short.
     """
 
-    image: str
     socket: str
     settle_socket: str
     pid_file: str
     state_fd: int
+    image_fd: int
     used_file: str
     dirty_file: str
     root_dir: str
@@ -167,7 +178,6 @@ def main(argument: str) -> None:
     os.dup2(null, 1)
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     pid_file = os.open(spec.pid_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.chown(spec.image, spec.first_id, spec.first_id)
     _enter_small_root(spec)
 
     init_pid = _confine(spec, outside, proc)
@@ -219,7 +229,6 @@ def _enter_small_root(spec: Spec) -> None:
         os.mknod(f"{root}/dev/{name}", 0o020666, os.makedev(*minor))
         os.chmod(f"{root}/dev/{name}", 0o666)  # noqa: S103
     _touch(f"{root}/image/disk")
-    _mount(spec.image, f"{root}/image/disk", None, MS_BIND)
     os.chdir(root)
     if _libc.syscall(SYS_PIVOT_ROOT, b".", b"old"):
         raise _os_error("pivot_root")
@@ -228,6 +237,31 @@ def _enter_small_root(spec: Spec) -> None:
         raise _os_error("umount2")
     os.rmdir("/old")
     _mount(None, "/", None, MS_REMOUNT | MS_NOSUID | MS_RDONLY, "mode=0755,size=1m")
+
+
+def send_image(connection: socket.socket, path: str) -> None:
+    """Give a confinement its image, as a mount that nothing else of the host is reached by."""
+    flags = OPEN_TREE_CLONE | os.O_CLOEXEC
+    tree = _libc.syscall(SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
+    if tree < 0:
+        raise _os_error("open_tree")
+    try:
+        socket.send_fds(connection, [b"i"], [tree])
+    finally:
+        os.close(tree)
+
+
+def _take_image(connection: int) -> bool:
+    """Mount the image once it comes; False where nobody will send it any more."""
+    with socket.socket(fileno=connection) as stream:
+        _, trees, _, _ = socket.recv_fds(stream, 1, 1)
+    if not trees:
+        return False
+    empty_path = MOVE_MOUNT_F_EMPTY_PATH
+    if _libc.syscall(SYS_MOVE_MOUNT, trees[0], b"", AT_FDCWD, b"/image/disk", empty_path):
+        raise _os_error("move_mount")
+    os.close(trees[0])
+    return True
 
 
 def _touch(path: str) -> None:
@@ -349,23 +383,60 @@ def _drop_capabilities(*, keep: int | None = None) -> None:
 # Init
 
 
+class _Child:
+    """A process that init has forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def code(self) -> int | None:
+        """Return with what it ended; None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def has_ended(self) -> bool:
+        return self.code() is not None
+
+    def ends_in(self, seconds: float) -> bool:
+        """Wait for its end; tell whether it came in time."""
+        deadline = time.monotonic() + seconds
+        while not self.has_ended():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def signal(self, number: signal.Signals) -> None:
+        if not self.has_ended():
+            os.kill(self.pid, number)
+
+
 class Init:
     """PID 1 of the confinement."""
 
     def __init__(self, spec: Spec, outside: Outside) -> None:
         self._spec = spec
         self._outside = outside
-        self._image = os.open("/image/disk", os.O_RDWR | os.O_CLOEXEC)
-        self._fuse: subprocess.Popen[bytes] | None = None
-        self._server = 0
+        self._image = -1
+        self._fuse, self._open_gate = self._prepare_mount()
+        self._server, self._ready = self._fork_server()
 
     def run(self) -> int:
         """Serve until SIGTERM; the state file then says whether all is in the image."""
+        if not _take_image(self._spec.image_fd):
+            self._kill_all()
+            return 1
+        self._image = os.open("/image/disk", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._check()
+            if self._spec.repair or not paused_clean.is_clean(self._image):
+                self._check()
             self._outside.write_state(is_clean=False)
-            self._start_mount()
-            self._start_server()
+            os.write(self._open_gate, b"g")
+            self._await_server()
         except Failed as failure:
             self._kill_all()
             self._outside.tell(ok=False, code=failure.code, detail=failure.detail)
@@ -383,26 +454,26 @@ class Init:
     def _check(self) -> None:
         """Replay the journal and mend what is harmless to mend.
 
-        fuse2fs 1.47.0 crashes on a journal that needs replay, so this always comes first.
+        fuse2fs 1.47.0 crashes on a journal that needs replay: this comes first.
         """
         mode = ("-f", "-y") if self._spec.repair else ("-p",)
-        check = self._spawn(
+        check, gate = _fork_waiting(
             ["e2fsck", *mode, "/image/disk"],
             calls=paused_syscalls.CHECK,
             memory_bytes=CHECK_MEMORY_BYTES,
             cpu_s=CHECK_CPU_S,
         )
-        try:
-            code = check.wait(CHECK_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            check.kill()
-            raise Failed("damaged", f"no end of checking in {CHECK_TIMEOUT_S:.0f} s") from None
+        os.write(gate, b"g")
+        if not check.ends_in(CHECK_TIMEOUT_S):
+            check.signal(signal.SIGKILL)
+            raise Failed("damaged", f"no end of checking in {CHECK_TIMEOUT_S:.0f} s")
+        code = check.code()
         # 1 mended, 2 mended and wants a reboot; all else is left wrong, or never ran.
-        if code & ~3:
+        if code is None or code & ~3:
             raise Failed("damaged", f"e2fsck ended with {code}")
 
-    def _start_mount(self) -> None:
-        self._fuse = self._spawn(
+    def _prepare_mount(self) -> tuple[_Child, int]:
+        return _fork_waiting(
             # Single-threaded: one lock would serialise its threads anyway. Inodes have their
             # own numbers, by which the server finds large directories in the image.
             [
@@ -419,115 +490,100 @@ class Init:
             keep=CAP_SYS_ADMIN,
         )
 
-    def _spawn(
-        self,
-        command: list[str],
-        *,
-        calls: paused_syscalls.Filter,
-        memory_bytes: int,
-        cpu_s: int | None = None,
-        keep: int | None = None,
-    ) -> subprocess.Popen[bytes]:
-        def confine() -> None:
-            _limit(memory_bytes=memory_bytes, cpu_s=cpu_s)
-            _drop_capabilities(keep=keep)
-            signal.pthread_sigmask(signal.SIG_SETMASK, set())
-            calls.load()
-
-        # Its output is dropped: a hostile file system decides how much of it there is.
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=ENVIRONMENT,
-            preexec_fn=confine,  # noqa: PLW1509 -- there is one thread
-            start_new_session=True,
-        )
-
-    def _start_server(self) -> None:
-        """Fork the server and wait until it is inside the mount."""
+    def _fork_server(self) -> tuple[_Child, int]:
+        """Fork the server, which waits for the mount; what is returned tells when it is in."""
         ready, tell_ready = os.pipe()
-        self._server = os.fork()
-        if self._server == 0:
-            os.close(ready)
-            for fd in (self._outside.status, self._outside.state):
+        server = os.fork()
+        if server == 0:
+            for fd in (ready, self._outside.status, self._outside.state, self._spec.image_fd):
                 os.close(fd)
-            _run_and_exit(lambda: _serve_inside(self._outside, tell_ready, self._image))
+            os.close(self._open_gate)
+            _run_and_exit(lambda: _serve_inside(self._outside, tell_ready))
         os.close(tell_ready)
+        return _Child(server), ready
+
+    def _await_server(self) -> None:
         deadline = time.monotonic() + MOUNT_TIMEOUT_S
-        while not select.select([ready], [], [], 0.05)[0]:
-            if self._has_ended(self._fuse) or time.monotonic() > deadline:
+        while not select.select([self._ready], [], [], 0.05)[0]:
+            if self._fuse.has_ended() or time.monotonic() > deadline:
                 break
         else:
-            is_ready = os.read(ready, 1) == b"r"
-            os.close(ready)
+            is_ready = os.read(self._ready, 1) == b"r"
+            os.close(self._ready)
             if is_ready:
                 return
         # fuse2fs ends at once on a file system that it cannot open.
-        code = "damaged" if self._has_ended(self._fuse) else "unavailable"
+        code = "damaged" if self._fuse.has_ended() else "unavailable"
         raise Failed(code, "the file system could not be mounted")
-
-    @staticmethod
-    def _has_ended(process: subprocess.Popen[bytes] | None) -> bool:
-        return process is not None and process.poll() is not None
 
     def _wait(self) -> bool:
         """Wait for SIGTERM (True) or the end of the server or the mount (False)."""
         while True:
             if signal.sigwait(AWAITED) == signal.SIGTERM:
                 return True
-            if self._has_ended(self._fuse) or self._server_has_ended():
+            if self._fuse.has_ended() or self._server.has_ended():
                 return False
-
-    def _server_has_ended(self) -> bool:
-        if not self._server:
-            return True
-        try:
-            ended, _ = os.waitpid(self._server, os.WNOHANG)
-        except ChildProcessError:
-            ended = self._server
-        if ended:
-            self._server = 0
-        return not self._server
 
     def _end_server(self) -> bool:
         """End the server; between two requests, or it is killed in the middle of one."""
-        if self._server_has_ended():
+        self._server.signal(signal.SIGTERM)
+        if self._server.ends_in(SERVER_END_TIMEOUT_S):
             return True
-        os.kill(self._server, signal.SIGTERM)
-        deadline = time.monotonic() + SERVER_END_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self._server_has_ended():
-                return True
-            time.sleep(0.005)
-        os.kill(self._server, signal.SIGKILL)
+        self._server.signal(signal.SIGKILL)
         return False
 
     def _unmount(self) -> bool:
         """Unmount, and wait until fuse2fs has written all that it held."""
-        if self._fuse is None or self._fuse.poll() is not None:
+        if self._fuse.has_ended() or _libc.umount2(b"/mnt", 0):
             return False
-        if _libc.umount2(b"/mnt", 0):
-            return False
-        try:
-            return self._fuse.wait(UNMOUNT_TIMEOUT_S) == 0
-        except subprocess.TimeoutExpired:
-            return False
+        return self._fuse.ends_in(UNMOUNT_TIMEOUT_S) and self._fuse.code() == 0
 
     def _kill_all(self) -> None:
         """Kill what is left; the kernel would, when PID 1 ends, but this is in order."""
-        if self._fuse is not None and self._fuse.poll() is None:
-            self._fuse.kill()
-            self._fuse.wait()
-        if not self._server_has_ended():
-            os.kill(self._server, signal.SIGKILL)
+        for child in (self._fuse, self._server):
+            child.signal(signal.SIGKILL)
+        self._fuse.ends_in(KILL_TIMEOUT_S)
 
 
-def _serve_inside(outside: Outside, ready: int, image: int) -> None:
+def _fork_waiting(
+    command: list[str],
+    *,
+    calls: paused_syscalls.Filter,
+    memory_bytes: int,
+    cpu_s: int | None = None,
+    keep: int | None = None,
+) -> tuple[_Child, int]:
+    """Fork what becomes a program, confined, as soon as a byte is written to what is returned.
+
+    Its output is dropped: a hostile file system decides how much of it there is.
+    """
+    gate, open_gate = os.pipe()
+
+    def become() -> None:
+        os.setsid()
+        null = os.open("/dev/null", os.O_RDWR)
+        for fd in range(3):
+            os.dup2(null, fd)
+        os.closerange(3, gate)
+        os.closerange(gate + 1, MAX_FD)
+        _limit(memory_bytes=memory_bytes, cpu_s=cpu_s)
+        _drop_capabilities(keep=keep)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        calls.load()
+        if os.read(gate, 1):
+            os.execvpe(command[0], command, ENVIRONMENT)  # noqa: S606 -- no shell is wanted
+
+    pid = os.fork()
+    if pid == 0:
+        _run_and_exit(become)
+    os.close(gate)
+    return _Child(pid), open_gate
+
+
+def _serve_inside(outside: Outside, ready: int) -> None:
     """Go into the mount, give up everything, and serve."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _enter_mount()
+    image = _enter_mount()
     _limit(memory_bytes=SERVER_MEMORY_BYTES, processes=0)
     resource.setrlimit(resource.RLIMIT_NOFILE, (SERVER_FILES, SERVER_FILES))
     _drop_capabilities()
@@ -544,16 +600,20 @@ def _serve_inside(outside: Outside, ready: int, image: int) -> None:
     asyncio.run(serve_when_ready())
 
 
-def _enter_mount() -> None:
+def _enter_mount() -> int:
     """Wait for the mount to appear, then make it the root of this process.
 
     A mount that does not answer blocks here; init ends the wait with a kill.
+
+    Returns: the image that is mounted.
     """
     outer = os.stat("/").st_dev
     while os.stat("/mnt").st_dev == outer:
         time.sleep(0.002)
+    image = os.open("/image/disk", os.O_RDWR | os.O_CLOEXEC)
     os.chroot("/mnt")
     os.chdir("/")
+    return image
 
 
 if __name__ == "__main__":

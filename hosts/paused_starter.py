@@ -30,6 +30,7 @@ from pathlib import Path
 import asyncssh
 
 from hosts import (
+    paused_clean,
     paused_directory,
     paused_mount,
     paused_settle,
@@ -43,13 +44,20 @@ KEPT_S = 300
 
 _LOOK_EVERY_S = 5.0
 _ANSWER_TIMEOUT_S = 2.0
-_FDS = 3
+_FDS = 4
 
 
 def code_version() -> str:
     """Name the code that a starter has loaded: one of another release is not asked."""
     digest = hashlib.sha256(f"{sys.executable} {asyncssh.__version__}".encode())
-    modules = (paused_directory, paused_mount, paused_settle, paused_syscalls, sftp_server)
+    modules = (
+        paused_clean,
+        paused_directory,
+        paused_mount,
+        paused_settle,
+        paused_syscalls,
+        sftp_server,
+    )
     for name in (__file__, *(str(module.__file__) for module in modules)):
         found = Path(name).stat()
         digest.update(f"{name} {found.st_mtime_ns} {found.st_size}".encode())
@@ -98,7 +106,7 @@ def _is_kept(path: str) -> bool:
 
 
 def _answer(listener: socket.socket, lock: int) -> None:
-    """Take one request: the specification, and its state file, log and answer's pipe."""
+    """Take one request: the specification, and its descriptors, see `ask`."""
     try:
         connection, _ = listener.accept()
     except TimeoutError:
@@ -119,7 +127,9 @@ def _answer(listener: socket.socket, lock: int) -> None:
                 os.close(fd)
 
 
-def _become(connection: socket.socket, spec: bytes, state: int, log: int, answer: int) -> None:
+def _become(  # noqa: PLR0917 -- as they came
+    connection: socket.socket, spec: bytes, state: int, image: int, log: int, answer: int
+) -> None:
     """Be the process that `hosts.paused_files` would have started; never returns.
 
     Nothing is done before whoever asked has heard of us: it may have given up and started
@@ -137,7 +147,7 @@ def _become(connection: socket.socket, spec: bytes, state: int, log: int, answer
         os.dup2(log, 2)
         for fd in (answer, log):
             os.close(fd)
-        values = json.loads(spec) | {"state_fd": state}
+        values = json.loads(spec) | {"state_fd": state, "image_fd": image}
         paused_mount.main(json.dumps(values))
         status = 0
     except BaseException:
@@ -166,7 +176,7 @@ def keep(path: Path) -> bool:
     return False
 
 
-def ask(path: Path, spec: str, *, state: int, log: int, answer: int) -> bool:
+def ask(path: Path, spec: str, *, state: int, image: int, log: int, answer: int) -> bool:
     """Have a mount forked; False where no starter does that now, nor later."""
     body = spec.encode()
     if len(body) > MAX_SPEC_BYTES:
@@ -175,7 +185,7 @@ def ask(path: Path, spec: str, *, state: int, log: int, answer: int) -> bool:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         try:
             connection.connect(str(path))
-            socket.send_fds(connection, [body], [state, log, answer])
+            socket.send_fds(connection, [body], [state, image, log, answer])
             if connection.recv(16) != b"ready":
                 return False
             connection.send(b"go")

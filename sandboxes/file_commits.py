@@ -1,11 +1,9 @@
 """Storing what was written to a paused sandbox's files, which stay open. Safe to repeat."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from hosts import local
-from hosts.models import Generation, Volume
+from hosts.models import Volume
 from hosts.paused_files import FilesUnavailable
 from sandboxes import operations
 from sandboxes.events import announce
@@ -28,7 +26,7 @@ def commit_files(sandbox_id: str) -> None:
             sandbox = _read(sandbox_id)
             volume = sandbox.volume
             if sandbox.state == Sandbox.State.PAUSED and _has_changes(volume):
-                _commit(volume)
+                operations.store_files(volume)
                 announce(sandbox)
     except FilesUnavailable as error:
         log.info("the files of sandbox %s are closed to be stored: %s", sandbox_id, error)
@@ -45,22 +43,3 @@ def _has_changes(volume: Volume) -> bool:
         return False
     files = local.paused_files()
     return files.is_open(volume.pk) and files.is_dirty(volume.pk)
-
-
-def _commit(volume: Volume) -> None:
-    files = local.paused_files()
-    marks = 0
-
-    @contextmanager
-    def held_still() -> Iterator[None]:
-        nonlocal marks
-        with files.settled(volume.pk) as marks:
-            yield
-
-    local.disks().checkpoint(
-        volume.pk,
-        operations.publisher(volume, Generation.Kind.FILES),
-        around_cut=held_still,
-    )
-    # What is written from the cut on has marks of its own.
-    files.note_stored(volume.pk, marks)

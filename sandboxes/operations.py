@@ -447,9 +447,23 @@ def _cut_paused(sandbox: Sandbox, wanted: Sequence[Cut]) -> None:
         if not holds(volume):
             return
         if local.paused_files().is_dirty(volume.pk):
-            _end_files(sandbox)
+            _store_edits(sandbox)
     assert volume.head is not None
     cuts.end_cuts(sandbox, wanted, volume.head)
+
+
+def _store_edits(sandbox: Sandbox) -> None:
+    """Commit what was written to the files, which stay open where they can be held still."""
+    volume = sandbox.volume
+    if local.paused_files().is_open(volume.pk):
+        try:
+            store_files(volume)
+        except FilesUnavailable as error:
+            log.info("the files of sandbox %s are closed to be stored: %s", sandbox.id, error)
+        else:
+            volume.refresh_from_db()
+            return
+    _end_files(sandbox)
 
 
 # -- end ----------------------------------------------------------------------------------
@@ -493,16 +507,42 @@ def open_files(sandbox_id: str) -> None:
 def mount_files(volume: Volume) -> None:
     """Serve the files of a volume's head, over an overlay of its own."""
     assert volume.head is not None
-    disks = local.disks()
-    disks.attach(volume.pk, root_key=volume.head.root_key, epoch=volume.epoch)
+    disks, root_key = local.disks(), volume.head.root_key
     device = local.device_file(volume.pk)
-    disks.export_fuse(volume.pk, device)
-    local.paused_files().open(volume.pk, device)
+
+    def show() -> None:
+        disks.attach(volume.pk, root_key=root_key, epoch=volume.epoch)
+        disks.export_fuse(volume.pk, device)
+
+    local.paused_files().open(volume.pk, device, show=show)
 
 
 def holds(volume: Volume) -> bool:
     """Tell whether this host has the volume attached, its host read along with it."""
     return volume.attached_host is not None and volume.attached_host == local.this_host()
+
+
+def store_files(volume: Volume) -> None:
+    """Commit what was written to a volume's open files until now; they stay open.
+
+    Raises:
+        FilesUnavailable: they cannot be held still for the cut.
+        Unavailable: it is not all stored yet; the next call goes on.
+    """
+    files = local.paused_files()
+    marks = 0
+
+    @contextmanager
+    def held_still() -> Iterator[None]:
+        nonlocal marks
+        with files.settled(volume.pk) as marks:
+            yield
+
+    local.disks().checkpoint(
+        volume.pk, publisher(volume, Generation.Kind.FILES), around_cut=held_still
+    )
+    # What is written from the cut on has marks of its own.
+    files.note_stored(volume.pk, marks)
 
 
 def close_files(sandbox_id: str) -> None:

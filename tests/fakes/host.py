@@ -229,7 +229,10 @@ class FakePausedFiles:
     def warm(self) -> None:
         """There is nothing to load."""
 
-    def open(self, volume_id: UUID, image: Path) -> Path:
+    def open(
+        self, volume_id: UUID, image: Path, *, show: Callable[[], object] = lambda: None
+    ) -> Path:
+        show()
         self.used_at.setdefault(volume_id, datetime(2026, 1, 1, tzinfo=UTC))
         self.known[volume_id] = self.used_at[volume_id]
         return Path("/nowhere/files.sock")

@@ -525,6 +525,49 @@ def test_something_that_is_no_file_system_is_refused(
         paused.open(volume_id, empty)
 
 
+def test_an_image_is_made_while_its_confinement_is(
+    paused: PausedFiles, image: Path, volume_id: uuid.UUID
+) -> None:
+    hidden = image.rename(image.with_name("hidden"))
+    pid_file = paused.socket(volume_id).with_suffix(".pid")
+
+    def show() -> None:
+        until = time.monotonic() + 20
+        while not (pid_file.exists() and pid_file.read_text().endswith("\n")):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        hidden.rename(image)
+
+    paused.open(volume_id, image, show=show)
+
+    assert paused.is_open(volume_id)
+    assert paused.close(volume_id)
+
+
+def test_where_an_image_cannot_be_made_nothing_is_left_behind(
+    paused: PausedFiles, image: Path, volume_id: uuid.UUID
+) -> None:
+    pid_file = paused.socket(volume_id).with_suffix(".pid")
+    pids: list[int] = []
+
+    def show() -> None:
+        until = time.monotonic() + 20
+        while not (pid_file.exists() and pid_file.read_text().endswith("\n")):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        pids.extend(processes_below(int(pid_file.read_text().split()[0])))
+        raise FilesUnavailable("no disk")
+
+    with pytest.raises(FilesUnavailable, match="no disk"):
+        paused.open(volume_id, image, show=show)
+
+    assert pids
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert not paused.is_open(volume_id)
+    paused.open(volume_id, image)
+    assert paused.is_open(volume_id)
+
+
 def test_an_image_that_is_missing_is_no_fault_of_the_file_system(
     paused: PausedFiles, volume_id: uuid.UUID, folder: Path
 ) -> None:

@@ -9,7 +9,7 @@ from django.utils import timezone
 from hosts.errors import GuestBusy
 from hosts.models import Generation
 from hosts.volumes.errors import StoreUnavailable
-from sandboxes import file_commits, operations, services
+from sandboxes import file_commits, operations, services, snapshots
 from sandboxes.models import Sandbox
 from sandboxes.watch import Watcher
 from tests.fakes.host import FakeHost
@@ -131,3 +131,36 @@ def test_files_in_use_are_stored_now_and_then_and_closed_when_idle(
     assert busy == []
     assert kept_waiting == [("commit_files", opened.id)]
     assert idle == [("close_files", opened.id)]
+
+
+def test_a_cut_has_what_was_written_and_leaves_the_files_open(
+    machine: FakeHost, opened: Sandbox
+) -> None:
+    before = head_of(opened)
+    machine.disks.disks[opened.volume_id].writes = 2
+    cut = snapshots.request_cut(sandbox=opened)
+
+    operations.cut(opened.id)
+
+    cut.refresh_from_db()
+    head = head_of(opened)
+    assert (cut.state, cut.generation) == ("done", head)
+    assert (head.kind, head.number) == ("files", before.number + 1)
+    assert machine.files.is_open(opened.volume_id)
+    assert machine.files.stored == {opened.volume_id: 2}
+
+
+def test_a_cut_closes_files_that_cannot_be_held_still(
+    machine: FakeHost, opened: Sandbox
+) -> None:
+    before = head_of(opened)
+    machine.disks.disks[opened.volume_id].writes = 2
+    machine.files.can_settle = False
+    cut = snapshots.request_cut(sandbox=opened)
+
+    operations.cut(opened.id)
+
+    cut.refresh_from_db()
+    assert (cut.state, cut.generation) == ("done", head_of(opened))
+    assert head_of(opened).number == before.number + 1
+    assert not machine.files.is_open(opened.volume_id)
