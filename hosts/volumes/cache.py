@@ -24,7 +24,7 @@ from pathlib import Path
 
 from common.units import KiB, MiB
 from hosts.volumes.errors import StoreUnavailable
-from hosts.volumes.naming import content_digest, parse_key
+from hosts.volumes.naming import is_object, parse_key
 from hosts.volumes.objects import ObjectReader
 
 log = logging.getLogger(__name__)
@@ -113,13 +113,13 @@ class ObjectCache:
 
     def whole(self, key: str) -> bytes:
         """Read a whole object, checked against its own name."""
-        digest = parse_key(key)[1].digest
+        kind, name = parse_key(key)
         with suppress(FileNotFoundError):
             body = (self._packs / _file_name(key)).read_bytes()
-            if content_digest(body) == digest:
+            if is_object(kind, name.digest, body):
                 return body
         body = self._fetch(key, 0, None)
-        if content_digest(body) != digest:
+        if not is_object(kind, name.digest, body):
             raise StoreUnavailable(f"{key} is not what its name says.")
         self.put(key, body)
         return body

@@ -23,7 +23,14 @@ from hosts.volumes.errors import Corrupt
 from hosts.volumes.failpoints import reach
 from hosts.volumes.index import Entry, Leaf, LeafRef, PackUse, Root
 from hosts.volumes.keys import Keyring
-from hosts.volumes.naming import DIGEST_BYTES, Kind, ObjectName, content_digest, parse_key
+from hosts.volumes.naming import (
+    DIGEST_BYTES,
+    Kind,
+    ObjectName,
+    content_digest,
+    is_object,
+    parse_key,
+)
 from hosts.volumes.objects import ObjectStore
 
 LIVE_SHARE = 0.6
@@ -287,7 +294,7 @@ class Repacking:
         body, waiting = self._new_pack(), list[tuple[Entry, int]]()
         for pack, entries in by_pack.items():
             old = self._store.get(pack.key("packs"))
-            if content_digest(old) != pack.digest:
+            if not is_object("packs", pack.digest, old):
                 raise Corrupt(f"{pack.key('packs')} is not what its name says.")
             for entry in entries:
                 waiting.append((entry, len(body)))
@@ -325,14 +332,14 @@ class Repacking:
         body = self._keyring.seal("roots", name.volume, new.encode())
         new_name = self._put("roots", name.volume, body)
         reach("collect.root")
-        kept = {pack for pack, use in new.packs.items() if use.live_bytes}
+        added = {pack for pack, use in new.packs.changed() if use.live_bytes}
         objects = {ref.object for ref in new.leaves.values()}
         return Moved(
             root_key,
             new_name.key("roots"),
             frozenset(
                 {new_name.key("roots")}
-                | {pack.key("packs") for pack in kept - old.packs.keys()}
+                | {pack.key("packs") for pack in added - old.packs.keys()}
                 | {leaves.key("leaves") for leaves in objects - old.objects.keys()}
             ),
         )
@@ -372,7 +379,7 @@ class Repacking:
             self._leaf_live[after] = leaf.live_bytes()
 
     def _put(self, kind: Kind, volume: bytes, body: bytes) -> ObjectName:
-        name = ObjectName.of(UUID(bytes=volume), self._epochs[volume], body)
+        name = ObjectName.of(kind, UUID(bytes=volume), self._epochs[volume], body)
         self._reserve(volume, name.key(kind), len(body))
         reach("collect.reserved")
         self._store.put_new(name.key(kind), body)

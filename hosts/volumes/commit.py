@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 from uuid import UUID
 
 from common.units import MiB
-from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK, encode_block
+from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK, Block, block_digest, encode_block
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.errors import Corrupt, ObjectMissing, StoreUnavailable
 from hosts.volumes.failpoints import reach
@@ -43,7 +43,7 @@ from hosts.volumes.index import (
 from hosts.volumes.keys import Keyring, Sealer
 from hosts.volumes.naming import Kind, ObjectName, content_digest, parse_key
 from hosts.volumes.objects import ObjectReader, ObjectStore
-from hosts.volumes.qcow2 import Overlay, open_overlay
+from hosts.volumes.qcow2 import Cluster, Overlay, open_overlay
 from hosts.volumes.reader import ReaderMemory, VolumeReader, load_leaf
 
 PACK_MAGIC = b"SKPACK\0\1"
@@ -270,7 +270,7 @@ def commit_overlays(
         reader = VolumeReader(base, ReaderMemory(cache), keyring)
         moving = _entries_in(base, read_leaf, packs)
         for number, block in _in_order(blocks, moving):
-            if isinstance(block, bytes):
+            if isinstance(block, bytes | bytearray):
                 writer.write(number, block)
             elif (elsewhere := donor.entry(number, block)) is not None:
                 writer.adopt(number, block, elsewhere, donor.root.packs[elsewhere.pack])
@@ -289,11 +289,11 @@ def _entries_in(
 
 
 def _in_order(
-    overlaid: Iterator[tuple[int, bytes]], moving: Iterator[tuple[int, Entry]]
-) -> Iterator[tuple[int, bytes | Entry]]:
+    overlaid: Iterator[tuple[int, Block]], moving: Iterator[tuple[int, Entry]]
+) -> Iterator[tuple[int, Block | Entry]]:
     """Merge what overlays hold with what only moves; a block of both is the overlay's."""
     last = -1
-    streams: tuple[Iterator[tuple[int, bytes | Entry]], ...] = (overlaid, moving)
+    streams: tuple[Iterator[tuple[int, Block | Entry]], ...] = (overlaid, moving)
     for number, block in merge(*streams, key=itemgetter(0)):
         if number != last:
             yield number, block
@@ -348,7 +348,7 @@ class _Donor:
             return Leaf.empty()
 
 
-def _overlaid_blocks(layers: Sequence[Overlay], end: int) -> Iterator[tuple[int, bytes]]:
+def _overlaid_blocks(layers: Sequence[Overlay], end: int) -> Iterator[tuple[int, Block]]:
     """Read what any layer maps, the topmost winning, in order; a table at a time."""
     for table in sorted({table for layer in layers for table in layer.tables}):
         top = {
@@ -356,10 +356,30 @@ def _overlaid_blocks(layers: Sequence[Overlay], end: int) -> Iterator[tuple[int,
             for layer in layers
             for number, cluster in layer.clusters(table).items()
         }
-        for number in sorted(top):
-            if number < end:
-                layer, cluster = top[number]
-                yield number, layer.read(cluster)
+        numbers = sorted(number for number in top if number < end)
+        for run in _runs(numbers, top):
+            layer, first = top[run[0]]
+            if first is None:
+                yield from ((number, ZERO_BLOCK) for number in run)
+            else:
+                yield from zip(run, layer.read_run(first, len(run)), strict=True)
+
+
+def _runs(
+    numbers: Sequence[int], places: Mapping[int, tuple[Overlay, Cluster]]
+) -> Iterator[list[int]]:
+    """Split blocks, so that each part can be read at once: it lies in one piece in one file."""
+    run: list[int] = []
+    for number in numbers:
+        if run:
+            layer, first = places[run[0]]
+            following = None if first is None else first + len(run) * BLOCK_BYTES
+            if len(run) == BATCH_BLOCKS or places[number] != (layer, following):
+                yield run
+                run = []
+        run.append(number)
+    if run:
+        yield run
 
 
 class _Block(NamedTuple):
@@ -368,9 +388,10 @@ class _Block(NamedTuple):
     leaf_number: int
     slot: int
     before: Entry | None
+    was_sealed: bool
     must_move: bool
     """Written even if it is what the base has: the base's pack is to be emptied."""
-    data: bytes
+    data: Block
     adopted: Entry | None = None
     """Where it is already; there is no data then."""
 
@@ -394,11 +415,21 @@ def _encode(blocks: Sequence[_Block], sealer: Sealer | None) -> list[_Encoded]:
         if block.data == ZERO_BLOCK:
             done.append(_Encoded(block, None, b""))
             continue
-        digest = content_digest(block.data)
-        is_same = block.before is not None and block.before.digest == digest
-        stored = b"" if is_same and not block.must_move else encode_block(block.data, sealer)
+        digest = block_digest(block.data, is_sealed=sealer is not None)
+        stored = b""
+        if block.must_move or not _is_same(block, digest, is_sealed=sealer is not None):
+            stored = encode_block(block.data, sealer)
         done.append(_Encoded(block._replace(data=b""), digest, stored))
     return done
+
+
+def _is_same(block: _Block, digest: bytes, *, is_sealed: bool) -> bool:
+    """Tell whether a block is what the base has, which may hash it otherwise."""
+    if block.before is None:
+        return False
+    if block.was_sealed != is_sealed:
+        digest = block_digest(block.data, is_sealed=block.was_sealed)
+    return block.before.digest == digest
 
 
 class _Writer:
@@ -430,6 +461,7 @@ class _Writer:
         )
         self._read_leaf = read_leaf
         self._rewrite = rewrite
+        self._keyring = keyring
         self._sealer = keyring.sealer(volume_id.bytes)
         self._root = base.child(None if self._sealer is None else self._parent)
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
@@ -455,7 +487,7 @@ class _Writer:
         self._encoders.shutdown(wait=True, cancel_futures=True)
         self._uploads.close()
 
-    def write(self, number: int, data: bytes) -> None:
+    def write(self, number: int, data: Block) -> None:
         leaf_number, slot = divmod(number, LEAF_BLOCKS)
         before = self._base_leaf(leaf_number)[slot]
         must_move = (
@@ -463,12 +495,16 @@ class _Writer:
             and before.pack in self._rewrite
             and before.pack.volume == self._volume_id.bytes
         )
-        self._add(_Block(leaf_number, slot, before, must_move, data))
+        was_sealed = before is not None and self._is_sealed(before.pack.volume)
+        self._add(_Block(leaf_number, slot, before, was_sealed, must_move, data))
 
     def adopt(self, number: int, before: Entry, after: Entry, use: PackUse) -> None:
         """Name a block where it is already, in another pack."""
         self._adopted.setdefault(after.pack, use.stored_bytes)
-        self._add(_Block(*divmod(number, LEAF_BLOCKS), before, True, b"", after))
+        self._add(_Block(*divmod(number, LEAF_BLOCKS), before, False, True, b"", after))
+
+    def _is_sealed(self, volume: bytes) -> bool:
+        return self._keyring.sealer(volume) is not None
 
     def _add(self, block: _Block) -> None:
         self._batch.append(block)
@@ -517,8 +553,8 @@ class _Writer:
         """Name the open pack, send it off, and encode the leaves that are complete."""
         if not self._pack.entries:
             return
-        body = bytes(self._pack.body)
-        name = ObjectName.of(self._volume_id, self._epoch, body)
+        body = self._pack.body()
+        name = ObjectName.of("packs", self._volume_id, self._epoch, body)
         self._stored[name] = len(body)
         for leaf_number, slot, offset, length, digest in self._pack.entries:
             self._change(leaf_number, slot, Entry(name, offset, length, digest))
@@ -557,7 +593,7 @@ class _Writer:
         reach("commit.leaves")
         self._update_packs()
         body = self._seal("roots", self._root.encode())
-        root_key = ObjectName.of(self._volume_id, self._epoch, body).key("roots")
+        root_key = ObjectName.of("roots", self._volume_id, self._epoch, body).key("roots")
         self._uploads.put(root_key, body)
         reach("commit.root")
         index_bytes = self._index_bytes + len(body)
@@ -594,7 +630,7 @@ class _Writer:
 
     def _put_leaf_object(self, leaves: Mapping[int, bytes]) -> None:
         body = self._parent + b"".join(leaves.values())
-        name = ObjectName.of(self._volume_id, self._epoch, body)
+        name = ObjectName.of("leaves", self._volume_id, self._epoch, body)
         self._uploads.put(name.key("leaves"), body)
         self._root.objects[name] = len(body)
         self._index_bytes += len(body)
@@ -610,7 +646,7 @@ class _Writer:
         for pack, change in self._live.items():
             use = packs.get(pack) or PackUse(stored[pack], 0)
             packs[pack] = PackUse(use.stored_bytes, use.live_bytes + change)
-        for pack in [name for name, use in packs.items() if not use.live_bytes]:
+        for pack in [name for name, use in packs.changed() if not use.live_bytes]:
             del packs[pack]
 
 
@@ -618,15 +654,20 @@ class _OpenPack:
     """The pack that is being filled."""
 
     def __init__(self, parent: bytes) -> None:
-        self.body = bytearray(PACK_MAGIC + parent)
+        self._pieces: list[bytes] = [PACK_MAGIC + parent]
+        self._size_bytes = len(self._pieces[0])
         self.entries: list[tuple[int, int, int, int, bytes]] = []
 
     def add(self, leaf_number: int, slot: int, stored: bytes, digest: bytes) -> None:
-        self.entries.append((leaf_number, slot, len(self.body), len(stored), digest))
-        self.body += stored
+        self.entries.append((leaf_number, slot, self._size_bytes, len(stored), digest))
+        self._pieces.append(stored)
+        self._size_bytes += len(stored)
 
     def is_full(self) -> bool:
-        return len(self.body) >= PACK_BYTES or len(self.entries) >= PACK_BLOCKS
+        return self._size_bytes >= PACK_BYTES or len(self.entries) >= PACK_BLOCKS
+
+    def body(self) -> bytes:
+        return b"".join(self._pieces)
 
 
 class _Uploads:

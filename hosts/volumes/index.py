@@ -14,8 +14,11 @@ whatever the bytes are, the answer is a value or `Corrupt`, in bounded memory.
 """
 
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import itemgetter, lt
 from typing import NamedTuple, Self
 
 from common.units import MiB
@@ -49,6 +52,11 @@ MAX_LEAF_BYTES = 4 + LEAF_BLOCKS * NAME_BYTES + _COLUMNS_BYTES
 
 _ROOT_HEAD = struct.Struct("<QIII")
 _ROOT_PACK = struct.Struct(f"<{NAME_BYTES}sQQ")
+_PACK_NAME = struct.Struct(f"<16sI{DIGEST_BYTES}s16x")
+_PACK_USE = struct.Struct(f"<{NAME_BYTES}xQQ")
+_PACK_LIVE = struct.Struct(f"<16s{NAME_BYTES - 16 + 8}xQ")
+"""The same row as `_ROOT_PACK`: its name alone, its use, its volume and live bytes."""
+
 _ROOT_OBJECT = struct.Struct(f"<{NAME_BYTES}sI")
 _ROOT_LEAF = struct.Struct(f"<IIII{DIGEST_BYTES}s")
 
@@ -219,6 +227,139 @@ def _write_entry(columns: bytearray, slot: int, number: int, entry: Entry | None
     columns[at : at + DIGEST_BYTES] = digest
 
 
+Name = tuple[bytes, int, bytes]
+"""An `ObjectName`, or what compares as one."""
+
+
+class PackTable(MutableMapping[ObjectName, PackUse]):
+    """The packs of a root: rows as they are stored, and what has been changed since.
+
+    A root of 100 GiB has 17,000 and more of them, and whoever opens it asks for a few: as
+    objects they would take most of the time of a resume, and of the memory of an export.
+    """
+
+    __slots__ = ("_changed", "_count", "_rows")
+
+    def __init__(
+        self, changed: Mapping[ObjectName, PackUse | None] | None = None, rows: bytes = b""
+    ) -> None:
+        """Make one of rows in ascending order, and what is otherwise; None is gone."""
+        self._rows = rows
+        self._count = len(rows) // _ROOT_PACK.size
+        self._changed = dict(changed or {})
+
+    @classmethod
+    def of_rows(cls, rows: bytes) -> Self:
+        """Read rows, which are trusted in nothing but their length."""
+        if _is_in_order(rows):
+            return cls(rows=rows)
+        # None that we wrote. The last of equal names counts.
+        return cls(
+            {
+                ObjectName.unpack(name): PackUse(stored, live)
+                for name, stored, live in _ROOT_PACK.iter_unpack(rows)
+            }
+        )
+
+    def copy(self) -> Self:
+        """Make one that can be changed; what is stored is shared."""
+        return type(self)(self._changed, self._rows)
+
+    def _place(self, name: Name) -> int:
+        """Find the row of a name, or where it would be."""
+        return bisect_left(range(self._count), name, key=self._name_at)
+
+    def _name_at(self, row: int) -> Name:
+        name: Name = _PACK_NAME.unpack_from(self._rows, row * _ROOT_PACK.size)
+        return name
+
+    def _is_at(self, row: int, name: ObjectName) -> bool:
+        return row < self._count and self._name_at(row) == name
+
+    def __getitem__(self, name: ObjectName) -> PackUse:
+        if name in self._changed:
+            use = self._changed[name]
+            if use is None:
+                raise KeyError(name)
+            return use
+        row = self._place(name)
+        if not self._is_at(row, name):
+            raise KeyError(name)
+        return PackUse(*_PACK_USE.unpack_from(self._rows, row * _ROOT_PACK.size))
+
+    def __setitem__(self, name: ObjectName, use: PackUse) -> None:
+        self._changed[name] = use
+
+    def __delitem__(self, name: ObjectName) -> None:
+        if name not in self:
+            raise KeyError(name)
+        self._changed[name] = None
+
+    def __iter__(self) -> Iterator[ObjectName]:
+        for fields in _PACK_NAME.iter_unpack(self._rows):
+            name = ObjectName(*fields)
+            if name not in self._changed:
+                yield name
+        yield from [name for name, use in self._changed.items() if use is not None]
+
+    def __len__(self) -> int:
+        count = self._count
+        for name, use in self._changed.items():
+            count += (use is not None) - self._is_at(self._place(name), name)
+        return count
+
+    def changed(self) -> Iterator[tuple[ObjectName, PackUse]]:
+        """List those that have been set since it was read."""
+        for name, use in self._changed.items():
+            if use is not None:
+                yield name, use
+
+    def volumes(self) -> set[bytes]:
+        """List the volumes of its packs, reading the first row of each where none is gone."""
+        if None in self._changed.values():
+            return {name.volume for name in self}
+        volumes = {name.volume for name, _ in self.changed()}
+        row = 0
+        while row < self._count:
+            volume = self._name_at(row)[0]
+            volumes.add(volume)
+            row = self._place((volume, 1 << 32, b""))
+        return volumes
+
+    def live_bytes(self, volume: bytes) -> int:
+        """Sum what is live in the packs of one volume."""
+        first = self._place((volume, 0, b"")) * _ROOT_PACK.size
+        end = self._place((volume, 1 << 32, b"")) * _ROOT_PACK.size
+        live: int = sum(map(itemgetter(1), _PACK_LIVE.iter_unpack(self._rows[first:end])))
+        for name, use in self._changed.items():
+            if name.volume == volume:
+                row = self._place(name)
+                if self._is_at(row, name):
+                    live -= _PACK_USE.unpack_from(self._rows, row * _ROOT_PACK.size)[1]
+                live += 0 if use is None else use.live_bytes
+        return live
+
+    def rows(self) -> list[bytes]:
+        """Write the rows of all that is live, in order of name: pieces to be joined."""
+        pieces, at = [], 0
+        for name, use in sorted(self._changed.items(), key=itemgetter(0)):
+            row = self._place(name)
+            start = row * _ROOT_PACK.size
+            pieces.append(self._rows[at:start])
+            at = start + (_ROOT_PACK.size if self._is_at(row, name) else 0)
+            if use is not None and use.live_bytes:
+                pieces.append(_ROOT_PACK.pack(name.pack(), *use))
+        return [*pieces, self._rows[at:]]
+
+
+def _is_in_order(rows: bytes) -> bool:
+    """Tell whether rows are as we write them: in ascending order, each of something live."""
+    names, following = _PACK_NAME.iter_unpack(rows), _PACK_NAME.iter_unpack(rows)
+    return all(map(lt, names, islice(following, 1, None))) and all(
+        map(itemgetter(1), _PACK_LIVE.iter_unpack(rows))
+    )
+
+
 @dataclass
 class Root:
     """A generation: self-contained, so that no other root is needed to read it."""
@@ -228,7 +369,7 @@ class Root:
     """Hash in the name of the root that it was made from, so that no root comes twice in
     the life of a disk, whatever was written and taken back. None in volumes of the release
     before, which knew none."""
-    packs: dict[ObjectName, PackUse] = field(default_factory=dict)
+    packs: PackTable = field(default_factory=PackTable)
     objects: dict[ObjectName, int] = field(default_factory=dict)
     """Objects that hold leaves, and their lengths in bytes."""
     leaves: dict[int, LeafRef] = field(default_factory=dict)
@@ -236,27 +377,29 @@ class Root:
     def child(self, parent: bytes | None) -> "Root":
         """Begin a generation that is made from this one, whose name has this hash."""
         return Root(
-            self.size_bytes, parent, dict(self.packs), dict(self.objects), dict(self.leaves)
+            self.size_bytes, parent, self.packs.copy(), dict(self.objects), dict(self.leaves)
         )
 
     def volumes(self) -> set[bytes]:
         """List the volumes whose objects it names: its own, its base's, those it came from."""
-        return {name.volume for name in self.packs} | {name.volume for name in self.objects}
+        return self.packs.volumes() | {name.volume for name in self.objects}
 
     def own_live_bytes(self, volume: bytes) -> int:
         """Sum what this generation retains in packs of one volume: what its owner pays for."""
-        return sum(use.live_bytes for name, use in self.packs.items() if name.volume == volume)
+        return self.packs.live_bytes(volume)
 
     def encode(self) -> bytes:
         """Write it so that equal generations are equal bytes; drops what nothing refers to."""
-        packs = sorted((name, use) for name, use in self.packs.items() if use.live_bytes)
+        packs = b"".join(self.packs.rows())
         needed = sorted({ref.object for ref in self.leaves.values()})
         numbers = {name: number for number, name in enumerate(needed)}
         parts = [
             self.parent or b"",
-            _ROOT_HEAD.pack(self.size_bytes, len(packs), len(needed), len(self.leaves)),
+            _ROOT_HEAD.pack(
+                self.size_bytes, len(packs) // _ROOT_PACK.size, len(needed), len(self.leaves)
+            ),
+            packs,
         ]
-        parts += [_ROOT_PACK.pack(name.pack(), *use) for name, use in packs]
         parts += [_ROOT_OBJECT.pack(name.pack(), self.objects[name]) for name in needed]
         parts += [
             _ROOT_LEAF.pack(number, numbers[ref.object], ref.offset, ref.length, ref.digest)
@@ -296,9 +439,7 @@ class Root:
         if len(raw) != leaves_at + leaves * _ROOT_LEAF.size:
             raise Corrupt("A root has the wrong length.")
         check_device_size(size_bytes)
-        root = cls(size_bytes, parent)
-        for name, stored, live in _ROOT_PACK.iter_unpack(raw[packs_at:objects_at]):
-            root.packs[ObjectName.unpack(name)] = PackUse(stored, live)
+        root = cls(size_bytes, parent, PackTable.of_rows(raw[packs_at:objects_at]))
         for name, length in _ROOT_OBJECT.iter_unpack(raw[objects_at:leaves_at]):
             root.objects[ObjectName.unpack(name)] = length
         root._read_leaves(list(root.objects), _ROOT_LEAF.iter_unpack(raw[leaves_at:]))

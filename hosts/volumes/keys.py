@@ -82,7 +82,7 @@ class Sealer:
         self._cipher = AESGCM(derive(key, b"sandkeep seal " + volume))
         self._nonce_key = derive(key, b"sandkeep nonce " + volume)
 
-    def seal(self, kind: Kind, data: bytes) -> bytes:
+    def seal(self, kind: Kind, data: bytes | bytearray) -> bytes:
         """Encrypt; equal data gives equal bytes."""
         bound = kind.encode() + self._volume
         nonce = hmac(self._nonce_key, bound + data, "sha256")[:NONCE_BYTES]

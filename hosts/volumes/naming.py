@@ -11,7 +11,7 @@ was thought dead from ever writing where its successor does.
 
 import re
 import struct
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Literal, NamedTuple, Self
 from uuid import UUID
 
@@ -32,6 +32,22 @@ def content_digest(body: bytes | bytearray | memoryview) -> bytes:
     return blake2b(body, digest_size=DIGEST_BYTES).digest()
 
 
+def object_digest(kind: Kind, body: bytes | bytearray) -> bytes:
+    """Hash a whole object for its name.
+
+    A pack not as `content_digest` does: processors hash SHA-256 nearly three times as fast,
+    and almost all that is uploaded is packs. Readers never ask, they check block by block.
+    """
+    return sha256(body).digest()[:DIGEST_BYTES] if kind == "packs" else content_digest(body)
+
+
+def is_object(kind: str, digest: bytes, body: bytes) -> bool:
+    """Tell whether an object is what its name says; the release before hashed packs so too."""
+    if content_digest(body) == digest:
+        return True
+    return kind == "packs" and object_digest("packs", body) == digest
+
+
 class ObjectName(NamedTuple):
     """An object's name without its kind, as small as the index needs it.
 
@@ -44,8 +60,8 @@ class ObjectName(NamedTuple):
     digest: bytes
 
     @classmethod
-    def of(cls, volume_id: UUID, epoch: int, body: bytes | bytearray) -> Self:
-        return cls(volume_id.bytes, epoch, content_digest(body))
+    def of(cls, kind: Kind, volume_id: UUID, epoch: int, body: bytes | bytearray) -> Self:
+        return cls(volume_id.bytes, epoch, object_digest(kind, body))
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:

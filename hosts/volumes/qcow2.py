@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.units import MiB
-from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK
+from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK, Block
 from hosts.volumes.errors import Corrupt
 
 HEADER = struct.Struct(">4sIQIIQIIQQIIQQQQII")
@@ -72,12 +72,18 @@ class Overlay:
             if entry
         }
 
-    def read(self, cluster: Cluster) -> bytes:
+    def read(self, cluster: Cluster) -> Block:
         """Read a cluster's data; beyond the end of the file it is zeros, as QEMU reads it."""
-        if cluster is None:
-            return ZERO_BLOCK
-        data = os.pread(self.fd, BLOCK_BYTES, cluster)
-        return data if len(data) == BLOCK_BYTES else data + bytes(BLOCK_BYTES - len(data))
+        return ZERO_BLOCK if cluster is None else self.read_run(cluster, 1)[0]
+
+    def read_run(self, at: int, count: int) -> list[bytearray]:
+        """Read clusters that follow one another in the file, as `read` does."""
+        blocks = [bytearray(BLOCK_BYTES) for _ in range(count)]
+        done_bytes = os.preadv(self.fd, blocks, at)
+        end = min(at + count * BLOCK_BYTES, os.fstat(self.fd).st_size)
+        if at + done_bytes < end:
+            raise OSError("An overlay gave less than it holds.")
+        return blocks
 
     def is_empty(self) -> bool:
         return not any(self.clusters(table) for table in self.tables)

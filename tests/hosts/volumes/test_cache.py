@@ -19,7 +19,7 @@ VOLUME = UUID(int=9)
 
 def add_object(store: MemoryStore, size_bytes: int) -> tuple[str, bytes]:
     body = os.urandom(size_bytes)
-    key = ObjectName.of(VOLUME, 1, body).key("packs")
+    key = ObjectName.of("packs", VOLUME, 1, body).key("packs")
     store.objects[key] = body
     return key, body
 

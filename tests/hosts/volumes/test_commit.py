@@ -139,6 +139,43 @@ def test_upper_overlays_win_and_zeros_hide_what_is_below(bench: Bench) -> None:
     assert commit.blocks_changed == 4
 
 
+def test_clusters_are_read_right_wherever_they_lie_in_the_file(bench: Bench) -> None:
+    base = bench.import_bytes(b"b" * MiB)
+    # In the file in another order than in the device, in runs short and long.
+    order = [*range(40, 60), 3, 2, 1, *range(5, 25), 70, 69]
+    lower = bench.overlay("lower", *(f"write -P {n} {64 * n}k 64k" for n in order))
+    upper = bench.overlay("upper", "write -P 0xee 448k 128k", "write -z -u 2688k 192k")
+    commit = bench.commit(base, lower, upper)
+    assert commit is not None
+    expected = {n: bytes([n]) for n in order}
+    expected |= {7: b"\xee", 8: b"\xee", 42: b"\0", 43: b"\0", 44: b"\0"}
+    for number in range(80):
+        filler = b"b" if number < 16 else b"\0"
+        block = expected.get(number, filler) * BLOCK_BYTES
+        assert bench.read(commit, number * BLOCK_BYTES, BLOCK_BYTES) == block
+
+
+@pytest.mark.parametrize("base_is_plain", [True, False])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_what_the_base_has_costs_nothing_whichever_of_them_is_encrypted(
+    bench: Bench, base_is_plain: bool, is_plain: bool
+) -> None:
+    base_volume = uuid4()
+    plain = {base_volume} if base_is_plain else set()
+    bench.keyring = Keyring(KeyForEach(plain | ({VOLUME} if is_plain else set())))
+    base = bench.import_bytes(b"b" * MiB, volume_id=base_volume)
+    same = bench.overlay("same", "write -P 0x62 0 512k")
+    assert bench.commit(base, same) is None
+    other = bench.overlay("other", "write -P 0x62 0 512k", "write -P 0x31 64k 64k")
+    commit = bench.commit(base, other)
+    assert commit is not None
+    assert commit.blocks_changed == 1
+    assert bench.read(commit, 0, 256 * KiB) == b"".join(
+        bytes([n]) * BLOCK_BYTES for n in b"b1bb"
+    )
+    assert bench.commit(commit, bench.overlay("again", "write -P 0x31 64k 64k")) is None
+
+
 def test_a_generation_stays_as_it_was_when_others_follow(bench: Bench) -> None:
     base = bench.import_bytes(b"b" * MiB)
     first = bench.commit(base, bench.overlay("one", "write -P 0x31 0 64k"))

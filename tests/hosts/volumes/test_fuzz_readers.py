@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from common.units import GiB, KiB, MiB
 from hosts.volumes.blocks import BLOCK_BYTES, compress, decode_block, decompress
 from hosts.volumes.errors import Corrupt
-from hosts.volumes.index import LEAF_BLOCKS, Entry, Leaf, LeafRef, PackUse, Root
+from hosts.volumes.index import (
+    LEAF_BLOCKS,
+    Entry,
+    Leaf,
+    LeafRef,
+    PackTable,
+    PackUse,
+    Root,
+)
 from hosts.volumes.keys import Keyring
 from hosts.volumes.naming import ObjectName, content_digest, parse_key
 from hosts.volumes.qcow2 import L2_SPAN_BLOCKS, open_overlay
@@ -158,7 +166,7 @@ def test_a_huge_table_in_a_sparse_file_takes_no_more_than_its_bound(tmp_path: Pa
 def root() -> Root:
     packs = [ObjectName(UUID(int=7).bytes, 1, bytes([n]) * 16) for n in range(3)]
     root = Root(64 * GiB)
-    root.packs = {pack: PackUse(5 * MiB, 1000) for pack in packs}
+    root.packs = PackTable({pack: PackUse(5 * MiB, 1000) for pack in packs})
     root.objects = {packs[0]: 5000}
     root.leaves = {n: LeafRef(packs[0], n * 100, 100, b"d" * 16) for n in range(3)}
     return root

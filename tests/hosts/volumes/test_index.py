@@ -1,6 +1,7 @@
 """Leaves and roots against plain dictionaries, and against hostile bytes."""
 
 import os
+import struct
 from contextlib import suppress
 from uuid import UUID
 
@@ -11,8 +12,16 @@ from hypothesis import strategies as st
 from common.units import GiB, MiB
 from hosts.volumes.blocks import BLOCK_BYTES, compress, decode_block, decompress, encode_block
 from hosts.volumes.errors import Corrupt
-from hosts.volumes.index import LEAF_BLOCKS, Entry, Leaf, LeafRef, PackUse, Root
-from hosts.volumes.naming import ObjectName, content_digest, parse_key
+from hosts.volumes.index import (
+    LEAF_BLOCKS,
+    Entry,
+    Leaf,
+    LeafRef,
+    PackTable,
+    PackUse,
+    Root,
+)
+from hosts.volumes.naming import Kind, ObjectName, content_digest, is_object, parse_key
 
 VOLUME = UUID(int=7)
 PACKS = [ObjectName(VOLUME.bytes, 1, bytes([n]) * 16) for n in range(5)]
@@ -57,7 +66,7 @@ def test_equal_leaves_are_equal_bytes_however_they_came_about(
 
 def example_root() -> Root:
     root = Root(64 * GiB)
-    root.packs = {pack: PackUse(5 * MiB, 1000 + n) for n, pack in enumerate(PACKS)}
+    root.packs = PackTable({p: PackUse(5 * MiB, 1000 + n) for n, p in enumerate(PACKS)})
     root.objects = {PACKS[0]: 5000, PACKS[1]: 900}
     root.leaves = {
         0: LeafRef(PACKS[0], 0, 3000, b"a" * 16),
@@ -85,6 +94,61 @@ def test_a_root_forgets_what_nothing_refers_to() -> None:
     again = Root.decode(root.encode())
     assert PACKS[1] not in again.objects
     assert PACKS[4] not in again.packs
+
+
+names = st.builds(
+    ObjectName,
+    st.sampled_from([bytes(16), b"v" * 16, b"\xff" * 16]),
+    st.sampled_from([0, 1, 255, 256, (1 << 32) - 1]),
+    st.sampled_from([bytes(16), b"d" * 16, b"\xff" * 16]),
+)
+uses = st.builds(PackUse, st.integers(0, (1 << 64) - 1), st.integers(0, 9))
+tables = st.dictionaries(names, uses, max_size=12)
+
+
+def rows_of(pairs: list[tuple[ObjectName, PackUse]]) -> bytes:
+    return b"".join(struct.pack("<36sQQ", name.pack(), *use) for name, use in pairs)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(names, uses), max_size=12), st.booleans(), st.data())
+def test_a_table_of_packs_is_a_dictionary_whatever_rows_it_was_read_from(
+    pairs: list[tuple[ObjectName, PackUse]], in_order: bool, data: st.DataObject
+) -> None:
+    if in_order:
+        pairs = sorted((name, use) for name, use in dict(pairs).items() if use.live_bytes)
+    model = dict(pairs)
+    first = PackTable.of_rows(rows_of(pairs))
+    table = first.copy()
+    changes = data.draw(st.lists(st.tuples(names, uses | st.none()), max_size=8))
+    for name, use in changes:
+        if use is not None:
+            table[name] = model[name] = use
+        elif name in model:
+            del table[name], model[name]
+        else:
+            with pytest.raises(KeyError):
+                del table[name]
+    assert dict(table) == model
+    assert len(table) == len(model)
+    assert first == dict(pairs)
+    assert table.volumes() == {name.volume for name in model}
+    for volume in (bytes(16), b"v" * 16, b"\xff" * 16, b"n" * 16):
+        live = sum(use.live_bytes for name, use in model.items() if name.volume == volume)
+        assert table.live_bytes(volume) == live
+    alive = sorted((name, use) for name, use in model.items() if use.live_bytes)
+    assert b"".join(table.rows()) == rows_of(alive)
+
+
+@given(tables)
+def test_equal_tables_of_packs_are_equal_bytes_however_they_came_about(
+    packs: dict[ObjectName, PackUse],
+) -> None:
+    by_one = PackTable.of_rows(b"")
+    for name, use in reversed(packs.items()):
+        by_one[name] = use
+    again = PackTable.of_rows(b"".join(by_one.rows()))
+    assert again.rows() == [b"".join(PackTable(packs).rows())]
 
 
 @pytest.mark.parametrize(
@@ -162,3 +226,19 @@ def test_only_our_own_keys_are_keys(key: str) -> None:
 def test_a_name_survives_its_key() -> None:
     assert parse_key(PACKS[3].key("packs")) == ("packs", PACKS[3])
     assert ObjectName.unpack(PACKS[3].pack()) == PACKS[3]
+
+
+def test_a_pack_is_known_by_its_name_and_by_that_of_the_release_before() -> None:
+    body = os.urandom(1000)
+    name = ObjectName.of("packs", VOLUME, 1, body)
+    assert name.digest != content_digest(body)
+    assert is_object("packs", name.digest, body)
+    assert is_object("packs", content_digest(body), body)
+    assert not is_object("packs", name.digest, body + b"x")
+
+
+@pytest.mark.parametrize("kind", ["leaves", "roots"])
+def test_leaves_and_roots_have_one_name_each(kind: Kind) -> None:
+    body = os.urandom(1000)
+    assert ObjectName.of(kind, VOLUME, 1, body).digest == content_digest(body)
+    assert not is_object(kind, ObjectName.of("packs", VOLUME, 1, body).digest, body)

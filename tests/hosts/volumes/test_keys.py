@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hosts.volumes.blocks import BLOCK_BYTES, MAX_STORED_BYTES, decode_block, encode_block
+from hosts.volumes.blocks import (
+    BLOCK_BYTES,
+    MAX_STORED_BYTES,
+    block_digest,
+    decode_block,
+    encode_block,
+)
 from hosts.volumes.errors import Corrupt, KeyMissing
 from hosts.volumes.keys import SEAL_BYTES, GivenKeys, Keyring, Sealer, keys_from_hex
 from hosts.volumes.naming import content_digest
@@ -76,7 +82,22 @@ def test_a_block_comes_back_whether_it_could_be_compressed_or_not(
 
     assert (len(stored) >= BLOCK_BYTES) is is_random
     assert len(stored) <= MAX_STORED_BYTES
-    assert decode_block(stored, content_digest(block), sealer) == block
+    digest = block_digest(block, is_sealed=sealer is not None)
+    assert decode_block(stored, digest, sealer) == block
+
+
+def test_a_sealed_block_is_known_by_either_hash_and_a_plain_one_by_its_own_alone() -> None:
+    block = bytes(range(256)) * (BLOCK_BYTES // 256)
+    sealed, plain = encode_block(block, SEALER), encode_block(block, None)
+    new, old = block_digest(block, is_sealed=True), block_digest(block, is_sealed=False)
+
+    assert new != old
+    assert decode_block(sealed, old, SEALER) == decode_block(sealed, new, SEALER) == block
+    assert decode_block(plain, old, None) == block
+    with pytest.raises(Corrupt):
+        decode_block(plain, new, None)
+    with pytest.raises(Corrupt):
+        decode_block(sealed, bytes(len(new)), SEALER)
 
 
 def test_many_threads_seal_and_open_with_one_sealer() -> None:

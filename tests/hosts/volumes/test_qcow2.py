@@ -70,6 +70,9 @@ def test_written_zeroed_and_untouched_clusters_are_told_apart(overlay: Path) -> 
         assert image.read(found[0]) == b"\1" * BLOCK_BYTES
         assert image.read(found[1]) == bytes(36 * KiB) + b"\2" * KiB + bytes(27 * KiB)
         assert image.read(found[last - 1]) == b"\4" * BLOCK_BYTES
+        first = found[last - 16]
+        assert first is not None
+        assert image.read_run(first, 16) == [b"\4" * BLOCK_BYTES] * 16
         assert not image.is_empty()
 
 
