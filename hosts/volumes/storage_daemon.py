@@ -395,11 +395,12 @@ def _delete_export(qmp: Qmp, name: str) -> None:
         return
     with suppress(QmpRefused):  # being deleted already
         qmp.execute("block-export-del", id=name, mode="hard")
-    deadline = time.monotonic() + STOP_GRACE_S
+    deadline, pause_s = time.monotonic() + STOP_GRACE_S, 0.001
     while name in _exports(qmp):
         if time.monotonic() > deadline:
             raise DaemonFailed(f"The export {name} is not let go.")
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.01)
 
 
 def _takes_direct_io(path: Path) -> bool:
