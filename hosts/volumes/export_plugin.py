@@ -19,12 +19,16 @@ from typing import Any
 
 import nbdkit
 
-from common.units import MiB
+from common.units import KiB
 from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.exports import ExportConfig, Exports
 from hosts.volumes.reader import VolumeReader
 
 API_VERSION = 2
+
+MAX_REQUEST_BYTES = 512 * KiB
+"""Each of nbdkit's threads keeps a buffer for the largest request that it has seen, and there
+are many. QEMU splits what is larger, and asks for the parts at once."""
 
 FORGOTTEN_AFTER_S = 5.0
 """How often a spare looks whether its folder is still there."""
@@ -97,7 +101,7 @@ def can_multi_conn(reader: VolumeReader) -> bool:
 
 def block_size(reader: VolumeReader) -> tuple[int, int, int]:
     """Say the smallest, the best and the largest request."""
-    return (1, BLOCK_BYTES, 32 * MiB)
+    return (1, BLOCK_BYTES, MAX_REQUEST_BYTES)
 
 
 def pread(reader: VolumeReader, buffer: bytearray, offset: int, flags: int) -> None:
