@@ -244,6 +244,16 @@ def timed(act: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
+class Used:
+    """The CPU that this process uses from now on."""
+
+    def __init__(self) -> None:
+        self._before_s = time.process_time()
+
+    def cpu_s(self) -> float:
+        return time.process_time() - self._before_s
+
+
 class Samples:
     """What was measured, by name; medians of it."""
 

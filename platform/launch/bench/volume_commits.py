@@ -15,12 +15,12 @@ from random import Random
 from secrets import token_hex
 
 from common.units import KiB, MiB
-from hosts.volumes.commit import PACK_BYTES
+from hosts.volumes.commit import PACK_BYTES, Commit
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.store import S3ObjectStore
 from launch.bench.figures import Figure
 from launch.bench.nbd import WRITE, Nbd
-from launch.bench.rig import Samples, Scale, Volume, data, host, make_image, timed
+from launch.bench.rig import Samples, Scale, Used, Volume, data, host, make_image, timed
 from launch.bench.s3_proxy import Faults, faulty
 from launch.progress import step
 
@@ -40,7 +40,7 @@ PACED_BYTES_PER_S = 20 * MiB
 
 
 def upload(store: StoreConfig, folder: Path, scale: Scale) -> Iterator[Figure]:
-    """Commit much data, against putting as many bytes in objects of the same size."""
+    """Commit much data until it is published, against putting as many bytes in such objects."""
     image = make_image(folder / "image", 4 * MiB)
     samples = Samples()
     with host(folder, store) as one:
@@ -49,11 +49,15 @@ def upload(store: StoreConfig, folder: Path, scale: Scale) -> Iterator[Figure]:
         for number in range(1, scale.rounds + 1):
             with step(f"upload, round {number} of {scale.rounds}"):
                 fill(volume, 0, scale.data_bytes, seed=number)
-                took_s = timed(lambda: one.disks.checkpoint(volume.volume_id, volume.publish))
+                used = Used()
+                took_s = _upload(volume)
                 size = volume.commits[-1].uploaded_bytes
+                samples.add("CPU", 100 * MiB / size * used.cpu_s())
                 samples.add("ours", size / MiB / took_s)
                 samples.add("device", scale.data_bytes / MiB / took_s)
+                used = Used()
                 samples.add("raw", size / MiB / timed(partial(_put_raw, store, size)))
+                samples.add("raw CPU", 100 * MiB / size * used.cpu_s())
     yield Figure(
         bench=BENCH,
         name="upload of a commit, against raw puts of as many bytes",
@@ -65,6 +69,27 @@ def upload(store: StoreConfig, folder: Path, scale: Scale) -> Iterator[Figure]:
     yield Figure(
         bench=BENCH, name="the same, bytes of the device", value=samples["device"], unit="MiB/s"
     )
+    yield Figure(
+        bench=BENCH,
+        name="CPU of 100 MiB of it in the worker, against raw puts",
+        value=samples["CPU"],
+        baseline=samples["raw CPU"],
+        unit="s",
+    )
+
+
+def _upload(volume: Volume) -> float:
+    """Commit what was written; return how long it took until that was the head."""
+    started = time.monotonic()
+    published_at = started
+
+    def publish(commit: Commit) -> None:
+        nonlocal published_at
+        volume.publish(commit)
+        published_at = time.monotonic()
+
+    volume.host.disks.checkpoint(volume.volume_id, publish)
+    return published_at - started
 
 
 def fill(volume: Volume, start: int, size_bytes: int, *, seed: int) -> None:
