@@ -186,6 +186,7 @@ print(took)
 """
 
 
+@pytest.mark.timeout(900 + 120 * TIMES)
 async def test_a_writer_never_finds_a_small_disk_full_below_its_ceiling(
     tmp_path: Path,
 ) -> None:
