@@ -449,13 +449,27 @@ async def _copy_in(
     file: asyncssh.SFTPClientFile, pieces: AsyncIterator[bytes], path: bytes
 ) -> int:
     written_bytes = 0
-    async for piece in pieces:
+    async for piece in _gathered(pieces):
         if written_bytes + len(piece) > MAX_FILE_BYTES:
             raise FileTooLarge(MAX_FILE_BYTES)
         async with _request(path):
             await file.write(piece, written_bytes)
         written_bytes += len(piece)
     return written_bytes
+
+
+async def _gathered(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Join pieces as they come from a network: each write waits for its answer."""
+    held: list[bytes] = []
+    held_bytes = 0
+    async for piece in pieces:
+        held.append(piece)
+        held_bytes += len(piece)
+        if held_bytes >= PIECE_BYTES:
+            yield b"".join(held)
+            held, held_bytes = [], 0
+    if held:
+        yield b"".join(held)
 
 
 async def _copy_over(
