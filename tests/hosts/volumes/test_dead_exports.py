@@ -18,8 +18,8 @@ from hosts.volumes.locks import locked
 from tests.hosts.volumes.conftest import Host
 from tests.hosts.volumes.nbd import Nbd
 
-SOON_S = 20
-"""Far less than a command waits for its answer, and more than a busy machine needs."""
+SOON_S = 40
+"""Less than a command waits for its answer (60 s), and more than a busy machine needs."""
 
 
 @pytest.fixture
