@@ -138,6 +138,7 @@ class KeeperMiddleware(Middleware):
         """Begin to look after this host's disks."""
         if isinstance(broker, StubBroker):
             return
+        local.disks().tidy()
         self._commits = BackgroundCommits()
         self._keeper = Keeper(
             local.disks(),

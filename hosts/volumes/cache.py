@@ -20,7 +20,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
+from typing import Self
 
 from common.units import KiB, MiB
 from hosts.volumes.errors import StoreUnavailable
@@ -85,6 +87,12 @@ class ObjectCache:
         self._streams: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._files: OrderedDict[str, _CacheFile] = OrderedDict()
         self._packs.mkdir(parents=True, exist_ok=True)
+
+    def counted(self, on_fetch: Callable[[int], None]) -> Self:
+        """Return the same cache for somebody whose requests are told to `on_fetch`."""
+        same = copy(self)
+        same._on_fetch = on_fetch  # noqa: SLF001 - of its own kind
+        return same
 
     def read(
         self, key: str, offset: int, length: int, object_bytes: int, *, fresh: bool = False

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
@@ -25,6 +25,7 @@ from hosts.volumes.errors import (
     Uncommitted,
 )
 from hosts.volumes.export_daemon import ExportDaemon
+from hosts.volumes.exports import FetchCounter, Fetched
 from hosts.volumes.failpoints import reach
 from hosts.volumes.index import Root
 from hosts.volumes.keys import Keyring, KeySource, PlainKeys
@@ -146,6 +147,7 @@ class Disk:
         self._state_file = self._overlay_dir / "state.json"
         self._export_lock = self._overlay_dir.with_suffix(".export.lock")
         self._eased_file = self._overlay_dir / "eased"
+        self._fetched_here = self._overlay_dir / "fetched"
         self.state = DiskState.read(self._state_file)
         self.daemon = StorageDaemon(self._run_dir, self._overlay_dir, user=config.user)
         self.export = ExportDaemon(
@@ -266,7 +268,11 @@ class Disk:
 
     def _record(self, root_key: str, epoch: int) -> None:
         """Begin a disk: its root is read before anything is made."""
-        root = self._open_root(root_key, Keyring(self._config.keys))
+        fetched = list[int]()
+        cache = self._cache.counted(fetched.append)
+        root = open_root(
+            cache.whole(root_key), parse_key(root_key)[1], Keyring(self._config.keys)
+        )
         # Not the daemons' own: they open what we made, and cannot put anything there.
         self._overlay_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._overlay_dir.chmod(0o711)
@@ -276,6 +282,19 @@ class Disk:
         self._make_overlay(self.state.add_overlay())
         self._save()
         self.export.fetched.unlink(missing_ok=True)
+        self._fetched_here.unlink(missing_ok=True)
+        with self._counter() as counter:
+            for size_bytes in fetched:
+                counter.add(size_bytes)
+
+    def _counter(self) -> closing[FetchCounter]:
+        """Count what the host itself asks the store for, beside the export's own count."""
+        return closing(FetchCounter(self._fetched_here))
+
+    def fetched(self) -> Fetched:
+        """Count what was asked of the store for this disk since it was attached."""
+        counts = [FetchCounter.read(path) for path in (self.export.fetched, self._fetched_here)]
+        return Fetched(sum(c.requests for c in counts), sum(c.bytes for c in counts))
 
     def _make_overlay(self, number: int) -> None:
         path = self.daemon.overlay_path(number)
@@ -519,16 +538,17 @@ class Disk:
         It takes long, and needs not the disk's lock but that of its uploads.
         """
         state = self._require()
-        return commit_overlays(
-            [self.daemon.overlay_path(number) for number in numbers],
-            base_root_key=state.root_key,
-            volume_id=self.volume_id,
-            epoch=state.epoch,
-            store=self._store,
-            cache=self._cache,
-            keyring=Keyring(self._config.keys),
-            rewrite=rewrite,
-        )
+        with self._counter() as counter:
+            return commit_overlays(
+                [self.daemon.overlay_path(number) for number in numbers],
+                base_root_key=state.root_key,
+                volume_id=self.volume_id,
+                epoch=state.epoch,
+                store=self._store,
+                cache=self._cache.counted(counter.add),
+                keyring=Keyring(self._config.keys),
+                rewrite=rewrite,
+            )
 
     def announce(self, commit: Commit, count: int) -> None:
         """Note that a root with the lowest overlays is about to become the head."""

@@ -44,9 +44,9 @@ from hosts.volumes.disk import (
     Publish,
 )
 from hosts.volumes.errors import DaemonFailed, DiskBusy, NotAttached
-from hosts.volumes.exports import FetchCounter, Fetched
+from hosts.volumes.exports import Fetched
 from hosts.volumes.failpoints import reach
-from hosts.volumes.locks import LOCK_TIMEOUT_S, locked
+from hosts.volumes.locks import LOCK_TIMEOUT_S, forget, locked
 from hosts.volumes.naming import ObjectName
 from hosts.volumes.pacing import Limits
 from hosts.volumes.spares import Spares
@@ -364,6 +364,18 @@ class Disks:
         """
         with self._alone(volume_id) as disk:
             disk.detach(discard=discard)
+        self._forget_locks(volume_id.hex)
+
+    def tidy(self) -> None:
+        """Remove the locks of disks that are not here (any more)."""
+        overlays = self.config.state_dir / "overlays"
+        for name in {path.name.partition(".")[0] for path in overlays.glob("*.lock")}:
+            if not (overlays / name).exists():
+                self._forget_locks(name)
+
+    def _forget_locks(self, name: str) -> None:
+        for path in (self.config.state_dir / "overlays").glob(f"{name}.*lock"):
+            forget(path)
 
     # -- the log --------------------------------------------------------------------------
 
@@ -462,8 +474,8 @@ class Disks:
         return found
 
     def fetched(self, volume_id: UUID) -> Fetched:
-        """Count what the disk has fetched from object storage since it was attached."""
-        return FetchCounter.read(self._disk(volume_id).export.fetched)
+        """Count what was asked of object storage for the disk since it was attached."""
+        return self._disk(volume_id).fetched()
 
     def start_blocks(self, volume_id: UUID) -> bytes | None:
         """Give what the disk's reader read in the first seconds, to be fetched ahead.

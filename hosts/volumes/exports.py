@@ -137,6 +137,9 @@ class FetchCounter:
             requests, total = self._LAYOUT.unpack_from(self._map)
             self._LAYOUT.pack_into(self._map, 0, requests + 1, total + fetched_bytes)
 
+    def close(self) -> None:
+        self._map.close()
+
     @classmethod
     def read(cls, path: Path) -> Fetched:
         try:

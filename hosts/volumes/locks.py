@@ -4,7 +4,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hosts.volumes.errors import DiskBusy
@@ -22,22 +22,54 @@ def locked(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     Raises:
         DiskBusy: somebody else has it for longer than that.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = _take(path, time.monotonic() + timeout_s)
     try:
-        _lock(fd, timeout_s)
         yield
     finally:
         os.close(fd)
 
 
-def _lock(fd: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def forget(path: Path) -> None:
+    """Remove a lock's file, unless somebody has it now. Who waits for it makes a new one."""
+    with suppress(FileNotFoundError, BlockingIOError):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(path, fd):
+                path.unlink()
+        finally:
+            os.close(fd)
+
+
+def _take(path: Path, until_s: float) -> int:
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(fd, until_s)
+            if _is_at(path, fd):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        # It was forgotten meanwhile, and whoever comes now locks another file.
+        os.close(fd)
+
+
+def _lock(fd: int, until_s: float) -> None:
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= until_s:
                 raise DiskBusy("Another worker has the disk.") from error
             time.sleep(LOCK_POLL_S)
         else:
             return
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Tell whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
