@@ -54,6 +54,7 @@ PLAIN_DEFAULTS = {
     "DISK_USER": "sandkeep-disk",
     "GATE_HOST": "127.0.0.1",
     "HOST_NAME": "local",
+    "LOG_BUDGET_BYTES": str(2 * 1024**3),
     # "off" is for tests: PostgreSQL then trusts that no power cut comes.
     "POSTGRES_DURABLE": "on",
     "REGION_ID": "local",

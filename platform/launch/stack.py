@@ -31,6 +31,9 @@ MANAGE_TIMEOUT_S = 600.0
 # A kernel, a toolkit and a Debian are downloaded and packed, on two slow cores.
 IMAGES_TIMEOUT_S = 3000.0
 WORKER_THREADS = 16
+# Packs of some MiB go through many threads: with an arena for each, the C library keeps
+# hundreds of MiB that nobody uses any more.
+SPARING = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "16777216"}
 # mmdebstrap mounts the host's /proc, /sys and /dev/shm into the tree that it builds. When it is
 # killed they would stay there, for the next `rm -r` or `chown -R` to walk into: so it has
 # mounts and processes of its own, which the kernel ends with it.
@@ -133,7 +136,7 @@ class Stack:
             Program("web", [python, *web], ordinary, who),
             Program("scheduler", [*self.manage_py, "run_scheduler"], ordinary, who),
             # Only this process is signalled, never its group: see `processes.start`.
-            Program("worker", [python, *worker], root, stop_timeout_s=60.0),
+            Program("worker", [python, *worker], root | SPARING, stop_timeout_s=60.0),
             Program("gate", [*self.manage_py, "run_gate"], root),
         ]
 

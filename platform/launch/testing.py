@@ -45,8 +45,9 @@ TEARDOWN_TIMEOUT_S = 90.0
 # A few tests are done before workers and their databases are there.
 WORTH_SHARING = 60
 WORKERS = 2
-# A cluster that is thrown away need not survive a power cut.
-CHEAP = {"POSTGRES_DURABLE": "off"}
+# A cluster that is thrown away need not survive a power cut. A log that is soon full shows
+# within a minute what becomes of a guest whose writes nobody stores.
+CHEAP = {"POSTGRES_DURABLE": "off", "LOG_BUDGET_BYTES": str(128 * 1024**2)}
 
 
 @dataclass(frozen=True)
