@@ -21,7 +21,7 @@ from typing import Protocol
 from uuid import UUID
 
 from common.errors import Unavailable
-from hosts.volumes.disks import DisksConfig, LogLook
+from hosts.volumes.disks import WAITS_LONG_S, DisksConfig, LogLook
 from hosts.volumes.errors import NotAttached
 from hosts.volumes.pacing import (
     NO_LIMITS,
@@ -61,6 +61,9 @@ MEND_AGAIN_S = 2.0
 
 SILENT_TRIES = 2
 """So many commits must come to nothing before a user is told."""
+
+WAITS_TOLD_S = 5.0
+"""Reads must wait so long before a user is told."""
 
 SLOW_SHARE = 0.5
 """Below this share of the budget nobody notices that writes are limited."""
@@ -240,7 +243,7 @@ class Keeper:
         is_old = now - kept.since >= self._commit_every_s
         if not (is_old or soon) or now < kept.ask_at:
             return
-        if self._disks.is_uploading(one.volume_id):
+        if one.reads_wait_s >= WAITS_LONG_S or self._disks.is_uploading(one.volume_id):
             return
         self._due(one.volume_id)
         pauses_s = SOON_ASK_AGAIN_S if soon else ASK_AGAIN_S
@@ -297,10 +300,12 @@ class Keeper:
     def _describe(self, one: LogLook, kept: _Kept) -> str:
         budget = self._disks.config.log_budget_bytes
         waiting = f"{describe_bytes(one.log_bytes)} of changes wait to be stored"
+        if one.reads_wait_s >= WAITS_TOLD_S:
+            waiting = f"reads of what is not on its host wait, {waiting}"
         limits = kept.limits or NO_LIMITS
         rate = limits.rate_bytes_per_s
         is_slowed = rate is not None and one.log_bytes >= SLOW_SHARE * budget
-        is_silent = kept.asked > SILENT_TRIES
+        is_silent = kept.asked > SILENT_TRIES or one.reads_wait_s >= WAITS_TOLD_S
         if not (is_slowed or is_silent):
             return ""
         what = "Object storage does not answer" if is_silent else "Object storage is slow"

@@ -68,12 +68,14 @@ class ObjectCache:
         budget_bytes: int,
         reader: ObjectReader,
         on_fetch: Callable[[int], None] | None = None,
+        on_wait: Callable[[int], None] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Use the cache in `directory`, which holds `packs/` and `usage`.
 
         Args:
             on_fetch: told the size in bytes of every successful request to the store.
+            on_wait: told 1 when somebody begins to wait for the store, -1 when that ends.
             patience_s: how long a failing store is asked again; 0 asks once.
         """
         self._packs = directory / "packs"
@@ -81,6 +83,7 @@ class ObjectCache:
         self._budget_bytes = budget_bytes
         self._reader = reader
         self._on_fetch = on_fetch
+        self._on_wait = on_wait
         self._patience_s = patience_s
         self._lock = threading.Condition()
         self._in_flight: dict[str, list[tuple[int, int]]] = {}
@@ -213,6 +216,15 @@ class ObjectCache:
         return next(reversed(self._streams.values()))[1]
 
     def _fetch(self, key: str, start: int, length: int | None) -> bytes:
+        if self._on_wait is None:
+            return self._ask(key, start, length)
+        self._on_wait(1)
+        try:
+            return self._ask(key, start, length)
+        finally:
+            self._on_wait(-1)
+
+    def _ask(self, key: str, start: int, length: int | None) -> bytes:
         """Get from the store, for as long as patience lasts; a failure is never kept."""
         deadline = time.monotonic() + self._patience_s
         attempt = 0

@@ -22,6 +22,7 @@ from hosts.volumes.errors import (
     NotAttached,
     OverlayMismatch,
     StaleEpoch,
+    StoreUnavailable,
     Uncommitted,
 )
 from hosts.volumes.export_daemon import ExportDaemon
@@ -39,6 +40,9 @@ from hosts.volumes.qmp import TIMEOUT_S, Qmp, QmpRefused
 from hosts.volumes.spares import Spares
 from hosts.volumes.start import RECORD_S
 from hosts.volumes.storage_daemon import EXPORT_NAME, StorageDaemon
+
+WAITS_LONG_S = 2.0
+"""Reads that have waited so long for the store may go on to: nobody should wait for them."""
 
 RECONCILE_TRIES = 3
 
@@ -291,6 +295,10 @@ class Disk:
         """Count what the host itself asks the store for, beside the export's own count."""
         return closing(FetchCounter(self._fetched_here))
 
+    def reads_wait_s(self) -> float:
+        """Say for how long reads have been waiting for the store without any answer."""
+        return FetchCounter.waited_s(self.export.fetched)
+
     def fetched(self) -> Fetched:
         """Count what was asked of the store for this disk since it was attached."""
         counts = [FetchCounter.read(path) for path in (self.export.fetched, self._fetched_here)]
@@ -459,8 +467,14 @@ class Disk:
 
         Nothing is, when the chain is as long as it may be, or when the frozen overlays that
         an earlier try has left are to be stored first.
+
+        Raises:
+            StoreUnavailable: a read waits for the store. A cut would wait for it too, and hold
+                everybody else meanwhile: it is not begun.
         """
         state = self._require()
+        if self.export.is_running() and self.reads_wait_s() >= WAITS_LONG_S:
+            raise StoreUnavailable("Object storage does not answer.")
         is_all = len(state.overlays) < MAX_CHAIN
         if leftovers_first and len(state.overlays) > 1:
             is_all = False

@@ -36,6 +36,7 @@ from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit
 from hosts.volumes.disk import (
     EASE_S,
+    WAITS_LONG_S,
     AroundCut,
     AttachedDisk,
     Disk,
@@ -57,6 +58,7 @@ log = logging.getLogger(__name__)
 
 __all__ = [
     "EXPORT_NAME",
+    "WAITS_LONG_S",
     "AroundCut",
     "AttachedDisk",
     "Cut",
@@ -111,6 +113,8 @@ class LogLook:
     layer_is_large: bool
     lacks_export: bool = False
     """Its storage daemon runs and what that reads from does not; see `Disks.mend`."""
+    reads_wait_s: float = 0.0
+    """For how long reads have been waiting for the store without any answer."""
     eased_until_ns: int = 0
     """Until when writes are to pass; see `Disks.ease`. It changes when they did."""
 
@@ -409,6 +413,7 @@ class Disks:
         if disk.state is None:
             return None
         is_running = disk.daemon.is_running()
+        is_exported = disk.export.is_running()
         return LogLook(
             volume_id=volume_id,
             root_key=disk.state.root_key,
@@ -417,7 +422,8 @@ class Disks:
             written_at_ns=disk.written_at_ns(),
             frozen=max(0, len(disk.state.overlays) - 1),
             layer_is_large=disk.layer_is_large(),
-            lacks_export=is_running and not disk.export.is_running(),
+            lacks_export=is_running and not is_exported,
+            reads_wait_s=disk.reads_wait_s() if is_exported else 0.0,
             eased_until_ns=disk.eased_until_ns(),
         )
 

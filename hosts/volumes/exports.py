@@ -8,6 +8,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Self
@@ -61,11 +62,13 @@ class Exports:
         self._start = StartRecorder(Path(config.start), record_s=config.start_s)
         self._ahead = Path(config.ahead)
         self._demand = Demand()
+        counter = FetchCounter(Path(config.fetched))
         cache = ObjectCache(
             Path(config.cache),
             budget_bytes=config.cache_budget_bytes,
             reader=S3Reader(config.store),
-            on_fetch=FetchCounter(Path(config.fetched)).add,
+            on_fetch=counter.add,
+            on_wait=counter.wait,
         )
         self._memory = ReaderMemory(cache)
         self._keyring = Keyring(keys_from_hex(config.keys))
@@ -118,34 +121,73 @@ class Fetched(NamedTuple):
 
 
 class FetchCounter:
-    """Two numbers in a file, which outlive the export that counts."""
+    """Numbers in a file, which outlive the export that counts, and who waits just now.
+
+    How long those have waited is counted from the last answer that any of them was given: a
+    store that is slow but answers is not one that is away.
+    """
 
     _LAYOUT = struct.Struct("<QQ")
+    _WAITS = struct.Struct("<QQ")
+    """How many wait, and since when: of the clock that all processes share."""
+
+    _SIZE = _LAYOUT.size + _WAITS.size
 
     def __init__(self, path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         try:
-            if os.fstat(fd).st_size < self._LAYOUT.size:
-                os.ftruncate(fd, self._LAYOUT.size)
-            self._map = mmap.mmap(fd, self._LAYOUT.size)
+            if os.fstat(fd).st_size < self._SIZE:
+                os.ftruncate(fd, self._SIZE)
+            self._map = mmap.mmap(fd, self._SIZE)
         finally:
             os.close(fd)
         self._lock = threading.Lock()
+        # Who waited in a process before this one waits no more.
+        self._waiting = 0
+        self._note_waits(0)
 
     def add(self, fetched_bytes: int) -> None:
+        """Count an answer of the store."""
         with self._lock:
             requests, total = self._LAYOUT.unpack_from(self._map)
             self._LAYOUT.pack_into(self._map, 0, requests + 1, total + fetched_bytes)
+            if self._waiting:
+                self._note_waits(time.monotonic_ns())
+
+    def wait(self, change: int) -> None:
+        """Note that somebody begins (1) or ends (-1) to wait for the store."""
+        with self._lock:
+            self._waiting += change
+            if change > 0 and self._waiting == 1:
+                self._note_waits(time.monotonic_ns())
+            elif not self._waiting:
+                self._note_waits(0)
+
+    def _note_waits(self, since_ns: int) -> None:
+        self._WAITS.pack_into(self._map, self._LAYOUT.size, self._waiting, since_ns)
 
     def close(self) -> None:
         self._map.close()
 
     @classmethod
     def read(cls, path: Path) -> Fetched:
-        try:
-            raw = path.read_bytes()
-        except FileNotFoundError:
-            raw = b""
+        raw = _content(path)
         if len(raw) < cls._LAYOUT.size:
             return Fetched(0, 0)
         return Fetched(*cls._LAYOUT.unpack_from(raw))
+
+    @classmethod
+    def waited_s(cls, path: Path) -> float:
+        """Say how long somebody has waited in vain; 0 if nobody does."""
+        raw = _content(path)
+        if len(raw) < cls._SIZE:
+            return 0.0
+        _, since_ns = cls._WAITS.unpack_from(raw, cls._LAYOUT.size)
+        return max(0.0, (time.monotonic_ns() - since_ns) / 1e9) if since_ns else 0.0
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""

@@ -98,6 +98,8 @@ def test_a_guest_waits_for_the_store_gets_no_error_and_catches_up(
         json={"type": "cmd", "cmd": {"command": command}},
     )
     context_id = started.json()["data"]["id"]
+    # Python has been read by then; what else it reads is not on the host, and waits, too.
+    eventually(lambda: log_bytes(platform) > limit_bytes - 120 * MiB, "the first writes")
     with away(store):
         eventually(lambda: "writes are slowed" in health(), "slowing the writer")
         eventually(lambda: "writes wait" in health(), "holding the writer")

@@ -311,3 +311,23 @@ def test_only_some_exports_are_started_at_once(bench: Bench) -> None:
     assert bench.mended == MENDED_AT_ONCE
     may_start.set()
     bench.look_until_mended(20)
+
+
+def test_no_cut_is_asked_for_while_reads_wait_for_the_store(bench: Bench) -> None:
+    bench.write(MiB)
+    assert bench.disk is not None
+    bench.disk = replace(bench.disk, reads_wait_s=3.0)
+    bench.run(60)
+    assert (bench.due, bench.told) == ([], [])
+
+    bench.disk = replace(bench.disk, reads_wait_s=6.0)
+    bench.run(1)
+    assert bench.told == [
+        "Object storage does not answer: reads of what is not on its host wait, 1.0 MiB of "
+        "changes wait to be stored."
+    ]
+
+    bench.disk = replace(bench.disk, reads_wait_s=0.0)
+    bench.run(1)
+    assert len(bench.due) == 1
+    assert bench.told[-1] == ""

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from common.units import KiB, MiB
 from hosts.keeper import Keeper
 from hosts.volumes.commit import Commit
 from hosts.volumes.disk import Disk
-from hosts.volumes.disks import Disks
+from hosts.volumes.disks import WAITS_LONG_S, Disks
 from hosts.volumes.errors import StoreUnavailable
 from hosts.volumes.failpoints import VARIABLE
 from hosts.volumes.naming import parse_key
@@ -572,3 +572,49 @@ def _write_while_the_store_is_away(host: Host, server: object, budget: int) -> N
         storing.join(WAIT_S)
     host.check(guest)
     guest.close()
+
+
+def test_no_cut_waits_for_a_read_that_waits_for_the_store(folder: Path, tmp_path: Path) -> None:
+    with seaweed(tmp_path) as server:
+        host = Host(folder, server.config)
+        try:
+            host.import_base()
+            guest = host.attach()
+            host.write(guest, 100 * MiB, os.urandom(MiB))
+            server.stop(with_signal=9)
+            reads: list[bytes] = []
+            waiting = _cut_while_a_read_waits(host, guest, reads)
+            server.start()
+            waiting.join(WAIT_S)
+            assert reads == [host.expected[9 * MiB : 9 * MiB + KiB]]
+            assert not _reads_wait_s(host)
+            host.check(guest)
+            assert host.disks.checkpoint(host.volume_id, host.publish) is not None
+            guest.close()
+        finally:
+            host.kill_daemons()
+
+
+def _cut_while_a_read_waits(host: Host, guest: Nbd, reads: list[bytes]) -> threading.Thread:
+    socket = host.config.run_dir / "disks" / host.volume_id.hex / "disk.sock"
+
+    def read() -> None:
+        with closing(Nbd(socket)) as other:
+            reads.append(other.read(9 * MiB, KiB))
+
+    waiting = threading.Thread(target=read)
+    waiting.start()
+    eventually(lambda: _reads_wait_s(host) >= WAITS_LONG_S)
+
+    with pytest.raises(StoreUnavailable):
+        host.disks.checkpoint(host.volume_id, host.publish)
+
+    # Nobody else was held.
+    host.write(guest, 101 * MiB, os.urandom(MiB))
+    assert guest.read(100 * MiB, MiB) == host.expected[100 * MiB : 101 * MiB]
+    assert waiting.is_alive()
+    return waiting
+
+
+def _reads_wait_s(host: Host) -> float:
+    return host.disks.look()[0].reads_wait_s
