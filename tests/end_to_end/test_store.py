@@ -119,5 +119,5 @@ def test_a_guest_waits_for_the_store_gets_no_error_and_catches_up(
     pause(client, sandbox)
     platform.empty_cache()
     resume(client, sandbox)
-    read = sandbox.cmd("", CmdOptions(command=["python3", "/root/reader.py", str(PIECES)]))
+    read = sandbox.cmd("read", CmdOptions(command=["python3", "/root/reader.py", str(PIECES)]))
     assert (read.stdout, read.exit_code) == ("read\n", 0)
