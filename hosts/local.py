@@ -18,7 +18,7 @@ from hosts.image_exports import ExportsConfig, ImageExports
 from hosts.keys import DatabaseKeys
 from hosts.libvirt_driver import LibvirtHypervisor
 from hosts.models import Host
-from hosts.paused_files import PausedFiles, PausedFilesConfig
+from hosts.paused_files import DEAD_MOUNT, PausedFiles, PausedFilesConfig
 from hosts.volumes.disks import Disks, DisksConfig
 from hosts.volumes.keys import Keyring
 from hosts.volumes.store import S3ObjectStore, StoreConfig
@@ -132,10 +132,14 @@ def device_file(volume_id: UUID) -> Path:
     """
     path = Path(settings.RUN_DIR) / "devices" / volume_id.hex
     path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
-    if not path.is_mount():
+    try:
         path.touch(mode=0o600)
-        if settings.DISK_USER:
+        if settings.DISK_USER and not os.path.ismount(path):
             shutil.chown(path, settings.DISK_USER)
+    except OSError as error:
+        # The mount of a daemon that ended: attaching the disk takes it away.
+        if error.errno not in DEAD_MOUNT:
+            raise
     return path
 
 

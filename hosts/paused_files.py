@@ -19,6 +19,7 @@ is started anew, which takes some 0.4 s longer. Beside the socket lie, for each 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -49,6 +50,8 @@ OPEN_TIMEOUT_S = paused_mount.CHECK_TIMEOUT_S + paused_mount.MOUNT_TIMEOUT_S + 3
 CLOSE_TIMEOUT_S = paused_mount.SERVER_END_TIMEOUT_S + paused_mount.UNMOUNT_TIMEOUT_S + 10
 KILL_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 4096
+DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED)
+"""What a mount answers whose FUSE daemon ended."""
 
 
 class FileSystemDamaged(Refused):
@@ -107,8 +110,9 @@ class PausedFiles:
     ) -> Path:
         """Serve the volume's files from its raw image, unless that is done already.
 
-        The image's owner is changed to the confinement's. It must stay in place until
-        `close`, and nothing else may write to it.
+        What is served from an image whose daemon died is ended, and served anew. The image's
+        owner is changed to the confinement's. It must stay in place until `close`, and
+        nothing else may write to it.
 
         Args:
             show: makes the image; called while the confinement is being made.
@@ -120,6 +124,8 @@ class PausedFiles:
             FilesUnavailable: it was not ready in time, or could not be started.
         """
         with self._locked(volume_id):
+            if self._is_running(volume_id) and _has_died(image):
+                self._stop(volume_id)
             if self._is_running(volume_id):
                 show()
             else:
@@ -243,9 +249,9 @@ class PausedFiles:
         """Check, mount and unmount the image once more; a failure leaves it as it is."""
         try:
             image = Path(self._path(volume_id, "image").read_text())
-            if image.exists():
-                self._start(volume_id, image, lambda: None)
-        except (FileNotFoundError, FileSystemDamaged, FilesUnavailable) as error:
+            image.stat()
+            self._start(volume_id, image, lambda: None)
+        except (OSError, FileSystemDamaged, FilesUnavailable) as error:
             log.warning("the files of volume %s are not whole: %s", volume_id, error)
         self._stop(volume_id)
 
@@ -419,6 +425,16 @@ class PausedFiles:
         except (FileNotFoundError, ValueError):  # there is none, or it was never finished
             return None
         return int(pid) if _started(int(pid)) == started else None
+
+
+def _has_died(image: Path) -> bool:
+    """Tell whether what shows the image ended, and left its mount behind."""
+    try:
+        image.stat()
+        os.statvfs(image)  # what `stat` says may be remembered
+    except OSError as error:
+        return error.errno in DEAD_MOUNT
+    return False
 
 
 def _modified_at(path: Path) -> datetime | None:

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from common.units import GiB
-from hosts import paused_clean, paused_syscalls
+from hosts import paused_clean, paused_settle, paused_syscalls
 from hosts.sftp_server import Journal, forbid_imports, serve
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -444,8 +444,7 @@ class Init:
         self._outside.tell(ok=True)
 
         asked = self._wait()
-        saved = self._end_server() and self._unmount()
-        os.fsync(self._image)
+        saved = self._save()
         if saved:
             self._outside.write_state(is_clean=True)
         self._kill_all()
@@ -523,6 +522,17 @@ class Init:
                 return True
             if self._fuse.has_ended() or self._server.has_ended():
                 return False
+
+    def _save(self) -> bool:
+        """End what serves, and tell whether all of it has reached the image."""
+        if not paused_settle.answers(self._image):
+            return False  # there is nothing any more that could be written to
+        saved = self._end_server() and self._unmount()
+        try:
+            os.fsync(self._image)
+        except OSError:
+            return False
+        return saved
 
     def _end_server(self) -> bool:
         """End the server; between two requests, or it is killed in the middle of one."""

@@ -40,6 +40,19 @@ _SETTLED = b"settled"
 _MAX_ANSWER_BYTES = 200
 
 
+def answers(image: int) -> bool:
+    """Tell whether what shows the image still serves it, by a question no cache answers.
+
+    A disk whose storage daemon ended never answers by this descriptor again. fuse2fs takes
+    its errors for data: what was read since is not to be trusted.
+    """
+    try:
+        os.statvfs(image)
+    except OSError as error:
+        return error.errno == errno.ENOSYS  # it knows no such question, and said so
+    return True
+
+
 class Unsettled(Exception):
     """The file system could not be held still; nothing was changed."""
 

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import asyncssh
 from asyncssh import sftp
+from asyncssh.constants import FXP_VERSION
 from asyncssh.logging import logger as asyncssh_logger
 
 from hosts.paused_directory import Entry, Image, Senseless
-from hosts.paused_settle import Settler, serve_one
+from hosts.paused_settle import Settler, answers, serve_one
 
 if TYPE_CHECKING:
     import socket
@@ -107,6 +108,7 @@ class ConfinedServer(asyncssh.SFTPServer):
     def __init__(self, journal: Journal, settler: Settler) -> None:
         super().__init__(cast("asyncssh.SSHServerChannel[bytes]", None))
         self.journal = journal
+        self.image = settler.image
         self._settler = settler
 
     def format_longname(self, name: asyncssh.SFTPName) -> None:
@@ -327,6 +329,7 @@ class _Handler(sftp.SFTPServerHandler):
             sftp.MIN_SFTP_VERSION,
         )
         self._journal = server.journal
+        self._image = server.image
 
     async def _process_packet(self, pkttype: int, pktid: int, packet: Any) -> None:
         self._journal.note_use()
@@ -337,6 +340,12 @@ class _Handler(sftp.SFTPServerHandler):
             await super()._process_packet(pkttype, pktid, packet)
         finally:
             signal.alarm(0)
+
+    def send_packet(self, pkttype: int, pktid: int | None, *args: bytes) -> None:
+        """Send an answer, unless the disk that it was read from is gone: then end at once."""
+        if pkttype != FXP_VERSION and not answers(self._image):
+            os._exit(1)
+        super().send_packet(pkttype, pktid, *args)
 
 
 class _PlainReader:

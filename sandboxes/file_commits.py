@@ -5,6 +5,7 @@ import logging
 from hosts import local
 from hosts.models import Volume
 from hosts.paused_files import FilesUnavailable
+from hosts.volumes.errors import NotAttached
 from sandboxes import operations
 from sandboxes.events import announce
 from sandboxes.models import Sandbox
@@ -15,7 +16,8 @@ log = logging.getLogger(__name__)
 def commit_files(sandbox_id: str) -> None:
     """Make what was written a generation of its own.
 
-    Where the files cannot be held still for the cut they are closed, which stores it too.
+    Where the files cannot be held still for the cut, or the disk under them died, they are
+    closed, which stores it too.
 
     Raises:
         Unavailable: it is not all stored yet; the message comes again.
@@ -28,7 +30,7 @@ def commit_files(sandbox_id: str) -> None:
             if sandbox.state == Sandbox.State.PAUSED and _has_changes(volume):
                 operations.store_files(volume)
                 announce(sandbox)
-    except FilesUnavailable as error:
+    except (FilesUnavailable, NotAttached) as error:
         log.info("the files of sandbox %s are closed to be stored: %s", sandbox_id, error)
         operations.close_files(sandbox_id)
 

@@ -21,7 +21,7 @@ from hosts.errors import VolumeBusy
 from hosts.guest.channel import AgentChannel, AgentFailed, AgentSilent
 from hosts.hypervisor import GuestState, Hypervisor, cores_for
 from hosts.models import Generation, Volume
-from hosts.paused_files import FilesUnavailable
+from hosts.paused_files import FilesUnavailable, FileSystemDamaged
 from hosts.services import (
     attach_volume,
     count_gets,
@@ -31,6 +31,7 @@ from hosts.services import (
 )
 from hosts.volumes.commit import Commit
 from hosts.volumes.disks import AttachedDisk, DiskHealth
+from hosts.volumes.errors import NotAttached
 from sandboxes import cuts, disk_samples, lifecycle, starts
 from sandboxes.errors import QuotaExceeded, WrongState
 from sandboxes.events import announce
@@ -458,7 +459,7 @@ def _store_edits(sandbox: Sandbox) -> None:
     if local.paused_files().is_open(volume.pk):
         try:
             store_files(volume)
-        except FilesUnavailable as error:
+        except (FilesUnavailable, NotAttached) as error:
             log.info("the files of sandbox %s are closed to be stored: %s", sandbox.id, error)
         else:
             volume.refresh_from_db()
@@ -527,6 +528,7 @@ def store_files(volume: Volume) -> None:
 
     Raises:
         FilesUnavailable: they cannot be held still for the cut.
+        NotAttached: the disk under them died; closing them brings it back.
         Unavailable: it is not all stored yet; the next call goes on.
     """
     files = local.paused_files()
@@ -560,6 +562,9 @@ def close_files(sandbox_id: str) -> None:
 def _end_files(sandbox: Sandbox) -> None:
     """Close the sandbox's files if this host serves them.
 
+    A file system that cannot be mended is stored as it is, like that of a guest that died:
+    nothing that was written to it is thrown away, and the row says why.
+
     Raises:
         VolumeBusy: another host does; it closes them when it sees the sandbox's new state.
     """
@@ -570,7 +575,12 @@ def _end_files(sandbox: Sandbox) -> None:
         assert volume.attached_host_id is not None
         raise VolumeBusy(volume.pk, volume.attached_host_id)
     mark_files_ready(volume.pk, epoch=volume.epoch, at=None)
-    _settle_files(volume)
+    try:
+        _settle_files(volume)
+    except FileSystemDamaged as error:
+        log.warning("the files of sandbox %s are stored as they are: %s", sandbox.id, error)
+        sandbox.last_error = f"The files were cut off. {error}"[:300]
+        sandbox.save(update_fields=["last_error"])
     if not local.paused_files().is_unchanged(volume.pk):
         _commit(volume, Generation.Kind.FILES)
     local.paused_files().clear_dirty(volume.pk)
@@ -590,4 +600,5 @@ def _settle_files(volume: Volume) -> None:
         mount_files(volume)
         if not files.close(volume.pk):
             raise FilesUnavailable("The files were not unmounted properly.")
-    disks.drop_fuse(volume.pk)
+    with suppress(NotAttached):  # its daemon died since: what it had is in the overlay
+        disks.drop_fuse(volume.pk)

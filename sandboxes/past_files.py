@@ -1,6 +1,7 @@
 """What a host's worker does to show the files of a past moment. Safe to repeat."""
 
 import logging
+from contextlib import suppress
 
 from django.db import transaction
 from django.utils import timezone
@@ -10,6 +11,7 @@ from hosts import local
 from hosts.models import Volume
 from hosts.paused_files import FileSystemDamaged
 from hosts.services import detach_volume, mark_files_ready
+from hosts.volumes.errors import NotAttached
 from sandboxes import operations
 from sandboxes.events import announce
 from sandboxes.models import FileView, Sandbox
@@ -67,7 +69,8 @@ def close_view(view_id: str) -> None:
         files, disks = local.paused_files(), local.disks()
         files.close(volume.pk)
         files.clear_dirty(volume.pk)
-        disks.drop_fuse(volume.pk)
+        with suppress(NotAttached):  # its daemon died: detaching takes the rest away
+            disks.drop_fuse(volume.pk)
         disks.detach(volume.pk, discard=True)
         with transaction.atomic():
             detach_volume(volume.pk, epoch=volume.epoch)

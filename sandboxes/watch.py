@@ -186,23 +186,23 @@ def _used_bytes() -> int:
 def _what_died(sandbox: Sandbox, guests: set[UUID], silent: set[UUID]) -> str | None:
     if sandbox.uuid not in guests:
         return "The guest ended unexpectedly and was started again."
-    if not _has_disk(sandbox):
+    if not _has_disk(sandbox.volume_id):
         return "The guest's disk server ended unexpectedly; both were started again."
     if sandbox.uuid in silent:
         return f"The guest did not answer for {SILENT_AGENT_S} s and was started again."
     return None
 
 
-def _has_disk(sandbox: Sandbox) -> bool:
-    """Tell whether a guest's disk is served; where only its export died, it is mended."""
+def _has_disk(volume_id: UUID) -> bool:
+    """Tell whether a disk is served; where only its export died, it is mended."""
     disks = local.disks()
-    if disks.health(sandbox.volume_id) is DiskHealth.ATTACHED:
+    if disks.health(volume_id) is DiskHealth.ATTACHED:
         return True
     try:
-        return disks.mend(sandbox.volume_id)
+        return disks.mend(volume_id)
     except Unavailable as error:
-        # Its storage daemon lives, and waits for the export as long as the guest does.
-        log.warning("the export of %s's disk is not back yet: %s", sandbox.id, error)
+        # Its storage daemon lives, and waits for the export as long as its reader does.
+        log.warning("the export of volume %s is not back yet: %s", volume_id, error)
         return True
 
 
@@ -234,7 +234,7 @@ def _see_to_files(host: Host) -> Iterator[FollowUp]:
         elif volume.files_ready_at is None:
             # Asked for and not served: its message was lost, or its server died.
             yield FollowUp("open_files", sandbox.id)
-        elif not files.is_open(volume.pk):
+        elif not files.is_open(volume.pk) or not _has_disk(volume.pk):
             yield FollowUp("close_files", sandbox.id)
         else:
             used_at = files.last_used_at(volume.pk) or volume.files_ready_at
@@ -264,7 +264,7 @@ def _see_to_views(host: Host) -> Iterator[FollowUp]:
             yield FollowUp("close_view", str(view.pk))
         elif volume.files_ready_at is None:
             yield FollowUp("open_view", str(view.pk))
-        elif not files.is_open(volume.pk):
+        elif not files.is_open(volume.pk) or not _has_disk(volume.pk):
             yield FollowUp("close_view", str(view.pk))
         else:
             used_at = files.last_used_at(volume.pk) or volume.files_ready_at

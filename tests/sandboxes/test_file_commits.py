@@ -1,5 +1,6 @@
 """What is written to the files of a sleeping sandbox is stored while they stay open."""
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -8,6 +9,7 @@ from django.utils import timezone
 
 from hosts.errors import GuestBusy
 from hosts.models import Generation
+from hosts.paused_files import FileSystemDamaged
 from hosts.volumes.errors import StoreUnavailable
 from sandboxes import file_commits, operations, services, snapshots
 from sandboxes.models import Sandbox
@@ -164,3 +166,72 @@ def test_a_cut_closes_files_that_cannot_be_held_still(
     assert (cut.state, cut.generation) == ("done", head_of(opened))
     assert head_of(opened).number == before.number + 1
     assert not machine.files.is_open(opened.volume_id)
+
+
+@pytest.fixture
+def cut_off(machine: FakeHost, opened: Sandbox) -> Sandbox:
+    """Files with changes whose storage daemon was killed."""
+    machine.disks.disks[opened.volume_id].writes = 2
+    machine.disks.dead.add(opened.volume_id)
+    return opened
+
+
+def test_a_disk_that_died_under_open_files_is_noticed(
+    machine: FakeHost, cut_off: Sandbox
+) -> None:
+    assert Watcher().look() == [("close_files", cut_off.id)]
+
+
+def test_where_only_the_export_died_the_files_stay_open(
+    machine: FakeHost, cut_off: Sandbox
+) -> None:
+    machine.disks.disks[cut_off.volume_id].writes = 0
+    machine.files.used_at[cut_off.volume_id] = timezone.now()
+    machine.disks.unexported.add(cut_off.volume_id)
+
+    assert Watcher().look() == []
+
+
+@pytest.mark.parametrize("operation", [file_commits.commit_files, operations.close_files])
+def test_what_was_written_to_a_disk_that_died_is_stored(
+    machine: FakeHost, cut_off: Sandbox, operation: Callable[[str], None]
+) -> None:
+    before = head_of(cut_off)
+
+    operation(cut_off.id)
+
+    assert head_of(cut_off).number == before.number + 1
+    assert not machine.files.is_open(cut_off.volume_id)
+    assert not machine.disks.disks
+
+
+def test_a_cut_of_a_disk_that_died_has_what_was_written(
+    machine: FakeHost, cut_off: Sandbox
+) -> None:
+    before = head_of(cut_off)
+    cut = snapshots.request_cut(sandbox=cut_off)
+
+    operations.cut(cut_off.id)
+
+    cut.refresh_from_db()
+    assert (cut.state, cut.generation) == ("done", head_of(cut_off))
+    assert head_of(cut_off).number == before.number + 1
+
+
+def test_a_file_system_that_cannot_be_mended_is_stored_as_it_is_and_resumed(
+    machine: FakeHost, cut_off: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(volume_id: object) -> bool:
+        machine.files.used_at.clear()
+        raise FileSystemDamaged("The file system cannot be opened: e2fsck ended with 4.")
+
+    monkeypatch.setattr(machine.files, "close", refuse)
+    before = head_of(cut_off)
+    services.resume_sandbox(sandbox=cut_off)
+
+    operations.boot(cut_off.id)
+
+    cut_off.refresh_from_db()
+    assert cut_off.state == Sandbox.State.RUNNING
+    assert "e2fsck ended with 4" in cut_off.last_error
+    assert head_of(cut_off).number == before.number + 1

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import UUID, uuid4
 
+import asyncssh
 import pytest
+from django.conf import LazySettings
 
 from common.units import MiB
+from hosts import local
+from hosts.link import LinkDown
 from hosts.paused_files import PausedFiles, PausedFilesConfig
 from hosts.volumes.commit import Commit, import_image
 from hosts.volumes.keys import Keyring
@@ -109,3 +117,128 @@ async def test_generations_are_cut_while_the_files_stay_open_and_each_is_clean(
         assert fsck(image) == 0
         assert content_of(image, "/etc/file-3") == b"after the last cut"
         assert content_of(image, "/etc/file-1") == b"\x01" * (MiB + 1)
+
+
+def kill_storage_daemon(host: Host) -> None:
+    pidfile = host.folder / f"run/disks/{host.volume_id.hex}/daemon.pid"
+    os.kill(int(pidfile.read_text()), signal.SIGKILL)
+
+
+def content(number: int) -> bytes:
+    return bytes([number]) * 70_000
+
+
+async def write_files(files: PausedFiles, host: Host) -> None:
+    """Write some files, each acknowledged as durable."""
+    async with sftp(files, host.volume_id) as client:
+        for number in range(8):
+            async with client.open(f"/etc/file-{number}", "wb") as file:
+                await file.write(content(number))
+                await file.fsync()
+
+
+async def test_once_its_disk_died_a_server_gives_no_wrong_answer_and_ends(
+    host: Host, files: PausedFiles
+) -> None:
+    await write_files(files, host)
+    assert files.close(host.volume_id)
+    host.disks.drop_fuse(host.volume_id)
+    open_files(host, files, host.volume_id)
+    answers = 0
+
+    async def read_on(client: asyncssh.SFTPClient, first: int) -> None:
+        nonlocal answers
+        for turn in range(100_000):
+            number = (first + turn) % 8
+            assert await read(client, f"/etc/file-{number}") == content(number)
+            found = await client.lstat(f"/etc/file-{number}")
+            assert found.size == 70_000
+            assert set(await client.listdir("/etc")) >= {"hostname", "file-7"}
+            answers += 1
+
+    async with sftp(files, host.volume_id) as client:
+        reading = [asyncio.create_task(read_on(client, first)) for first in range(3)]
+        await asyncio.sleep(0.3)
+        kill_storage_daemon(host)
+        ended = await asyncio.gather(*reading, return_exceptions=True)
+
+    assert all(isinstance(one, asyncssh.SFTPError) for one in ended), ended
+    assert answers
+    until = time.monotonic() + 10
+    while files.is_open(host.volume_id):
+        assert time.monotonic() < until
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+async def test_what_was_acknowledged_before_the_disk_died_is_there_after_reopening(
+    host: Host, files: PausedFiles, is_asked: bool
+) -> None:
+    await write_files(files, host)
+    kill_storage_daemon(host)
+    if is_asked:
+        with pytest.raises((LinkDown, asyncssh.SFTPError)):
+            async with sftp(files, host.volume_id) as client:
+                await read(client, "/etc/hostname")
+    device = host.folder / f"device-{host.volume_id.hex}"
+
+    def show() -> None:
+        host.disks.attach(host.volume_id, root_key=host.head, epoch=1)
+        host.disks.export_fuse(host.volume_id, device)
+
+    files.open(host.volume_id, device, show=show)
+
+    async with sftp(files, host.volume_id) as client:
+        for number in range(8):
+            assert await read(client, f"/etc/file-{number}") == content(number)
+        await write(client, "/etc/after", b"after")
+    assert files.close(host.volume_id)
+    host.disks.drop_fuse(host.volume_id)
+    host.disks.commit(host.volume_id, host.publish)
+    with shown(host) as image:
+        assert fsck(image) == 0
+        assert content_of(image, "/etc/file-7") == content(7)
+        assert content_of(image, "/etc/after") == b"after"
+
+
+async def test_files_whose_disk_died_are_closed_and_taken_away(
+    host: Host, files: PausedFiles
+) -> None:
+    await write_files(files, host)
+    kill_storage_daemon(host)
+
+    assert not files.close(host.volume_id)
+    host.disks.detach(host.volume_id, discard=True)
+
+    assert not files.is_open(host.volume_id)
+    assert str(host.folder) not in Path("/proc/self/mounts").read_text()
+
+
+def test_the_place_of_a_device_whose_daemon_died_can_be_used_again(
+    host: Host, files: PausedFiles, settings: LazySettings
+) -> None:
+    settings.RUN_DIR, settings.DISK_USER = host.folder, ""
+    assert files.close(host.volume_id)
+    device = local.device_file(host.volume_id)
+    host.disks.export_fuse(host.volume_id, device)
+    assert local.device_file(host.volume_id).stat().st_size == DEVICE_BYTES
+    kill_storage_daemon(host)
+    until = time.monotonic() + 10
+    while _answers(device):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+    assert local.device_file(host.volume_id) == device
+    host.disks.attach(host.volume_id, root_key=host.head, epoch=1)
+    host.disks.export_fuse(host.volume_id, device)
+
+    assert device.stat().st_size == DEVICE_BYTES
+    host.disks.detach(host.volume_id, discard=True)
+
+
+def _answers(path: Path) -> bool:
+    try:
+        os.statvfs(path)
+    except OSError:
+        return False
+    return True

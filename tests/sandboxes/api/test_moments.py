@@ -116,7 +116,7 @@ def test_it_ends_with_its_sandbox(machine: FakeHost, paused: Sandbox, number: in
 def test_a_damaged_file_system_is_said_and_not_tried_for_ever(
     machine: FakeHost, paused: Sandbox, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def damaged(*_: object) -> Path:
+    def damaged(*_: object, **__: object) -> Path:
         raise FileSystemDamaged("It cannot be mounted.")
 
     monkeypatch.setattr(machine.files, "open", damaged)
@@ -277,3 +277,18 @@ def test_a_generation_that_is_none_is_refused(
 
     assert response.status_code == status
     assert time.monotonic() - started < 5
+
+
+def test_one_whose_disk_died_is_closed_and_nothing_of_it_stays(
+    machine: FakeHost, paused: Sandbox, number: int
+) -> None:
+    view = moments.request_view(sandbox=paused, number=number)
+    past_files.open_view(str(view.pk))
+    machine.files.used_at[view.volume_id] = timezone.now()
+    machine.disks.dead.add(view.volume_id)
+
+    assert Watcher().look() == [("close_view", str(view.pk))]
+    past_files.close_view(str(view.pk))
+
+    assert not FileView.objects.exists()
+    assert view.volume_id not in machine.disks.disks
