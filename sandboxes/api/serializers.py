@@ -15,6 +15,7 @@ from sandboxes.contexts import (
     parse_signal,
 )
 from sandboxes.models import Cut, Sandbox
+from sandboxes.names import check_name
 from sandboxes.quantities import NotAQuantity, format_memory, parse_sandbox_memory
 from sandboxes.templates import is_template_id
 
@@ -67,6 +68,13 @@ class ExactCharField(serializers.CharField):
         if not _is_encodable(data):
             raise serializers.ValidationError("This is not valid Unicode.")
         return data
+
+
+class NameField(serializers.CharField):
+    """What people call a thing: one line of at most 255 characters."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(max_length=255, validators=[check_name], **kwargs)
 
 
 class EnvVarsField(serializers.DictField):
@@ -220,7 +228,7 @@ def _consistency() -> serializers.ChoiceField:
 class NewSnapshot(StrictSerializer):
     """A request to keep a sandbox's disk as it is now."""
 
-    name = serializers.CharField(max_length=255, allow_blank=True, default="")
+    name = NameField(allow_blank=True, default="")
     description = serializers.CharField(max_length=2000, allow_blank=True, default="")
     expires_at = serializers.DateTimeField(required=False, allow_null=True)
     consistency = _consistency()
@@ -284,7 +292,7 @@ class SpecOverrides(StrictSerializer):
     """What a template says of itself."""
 
     description = serializers.CharField(max_length=2000, allow_blank=True, required=False)
-    displayName = serializers.CharField(max_length=255, required=False)  # noqa: N815
+    displayName = NameField(required=False)  # noqa: N815
     tags = serializers.ListField(
         child=serializers.CharField(max_length=100), max_length=50, required=False
     )
@@ -315,7 +323,7 @@ class TemplateFromSandbox(StrictSerializer, NamesTemplate):
 class ImportQuery(NamesTemplate):
     """The query of an import, whose body is the image."""
 
-    displayName = serializers.CharField(max_length=255, required=False)  # noqa: N815
+    displayName = NameField(required=False)  # noqa: N815
     description = serializers.CharField(max_length=2000, required=False)
 
 

@@ -12,6 +12,7 @@ from accounts.models import Team
 from billing.pricing import memory_price_per_hour
 from common.units import DAY, GiB, MiB
 from sandboxes.models import DEFAULT_MEMORY_BYTES, Sandbox, Template
+from sandboxes.names import check_name
 from sandboxes.templates import is_template_id
 from sandboxes.templatetags.console import size
 from sandboxes.web.spans import NotASpan, format_span, parse_span
@@ -168,7 +169,9 @@ def _text(**attributes: str) -> forms.TextInput:
 class SnapshotForm(forms.Form):
     """A snapshot to take."""
 
-    name = forms.CharField(label="Name", required=False, max_length=255, widget=_text())
+    name = forms.CharField(
+        label="Name", required=False, max_length=255, validators=[check_name], widget=_text()
+    )
     description = forms.CharField(label="Note", required=False, max_length=2000, widget=_text())
     kept_s = forms.TypedChoiceField(
         label="Kept",
@@ -193,7 +196,9 @@ class TemplateForm(forms.Form):
         help_text="What a claim names: letters, digits, dots and dashes.",
         widget=_text(spellcheck="false", autocapitalize="none"),
     )
-    display_name = forms.CharField(label="Name", required=False, max_length=255, widget=_text())
+    display_name = forms.CharField(
+        label="Name", required=False, max_length=255, validators=[check_name], widget=_text()
+    )
     description = forms.CharField(label="Note", required=False, max_length=2000, widget=_text())
 
     def clean_template_id(self) -> str:

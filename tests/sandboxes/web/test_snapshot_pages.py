@@ -54,6 +54,16 @@ def test_a_sandbox_without_snapshots_says_what_they_are(
     assert "Take a snapshot" in page
 
 
+def test_a_name_with_control_characters_is_refused(
+    at_once: FakeHost, running: Sandbox, alices_browser: Client
+) -> None:
+    response = take(alices_browser, running, name="a\x1b[2Jb")
+
+    assert response.status_code == 422
+    assert "without control characters" in response.content.decode()
+    assert not Snapshot.objects.exists()
+
+
 def test_a_snapshot_is_taken_listed_and_deleted(
     at_once: FakeHost, running: Sandbox, alices_browser: Client
 ) -> None:
