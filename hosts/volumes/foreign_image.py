@@ -3,10 +3,10 @@
 The file is hostile until proven otherwise. Nothing outside it is ever opened: an image that
 names a backing or data file is refused, and so is an encrypted one; internal snapshots are
 left alone. Every place is checked against the file, each table is read once, and what is
-written is bounded, however the file refers to itself.
+read of clusters and what is written is bounded, however the file refers to itself.
 
 What is taken is an ext4 file system: the whole device, or its one root partition, see
-`partitions`.
+`partitions`. It is one that a guest can mount, see `file_system`.
 
 Source: QEMU, docs/interop/qcow2.txt.
 """
@@ -23,6 +23,7 @@ import zstandard
 
 from common.units import MiB
 from hosts.volumes.blocks import BLOCK_BYTES
+from hosts.volumes.file_system import BadFileSystem, check_file_system
 from hosts.volumes.index import MAX_DEVICE_BYTES
 from hosts.volumes.partitions import (
     EXT_MAGIC,
@@ -49,6 +50,8 @@ _ZERO = 1
 
 MAX_L1_BYTES = 32 * MiB
 """QEMU's own limit."""
+
+TOO_MUCH_DATA = "The image holds more data than is taken."
 
 _OTHERS = {
     b"KDMV": "VMDK",
@@ -86,6 +89,7 @@ def unpack_image(source: Path, target: Path, limits: Limits) -> int:
     try:
         image = _open(fd, limits)
         part = _file_system(image)
+        _check(image, part)
         with _Target(target, part, limits) as raw:
             for at, data in image.pieces(part):
                 raw.write(at, data)
@@ -128,6 +132,18 @@ def _file_system(image: _Image) -> Partition:
     if found is None:
         raise BadImage("There is no ext4 file system on the image, nor a partition with one.")
     return found
+
+
+def _check(image: _Image, part: Partition) -> None:
+    """Refuse a file system that no guest could mount."""
+
+    def read(at: int, length: int) -> bytes:
+        return image.read(part.start + at, max(0, min(length, part.length - at)))
+
+    try:
+        check_file_system(read, part.length)
+    except BadFileSystem as error:
+        raise BadImage(str(error)) from error
 
 
 def _refuse_others(start: bytes) -> None:
@@ -187,7 +203,7 @@ class _Target:
             return
         self._left_bytes -= len(data)
         if self._left_bytes < 0:
-            raise BadImage("The image holds more data than is taken.")
+            raise BadImage(TOO_MUCH_DATA)
         os.pwrite(self._fd, data, max(0, at - self._part.start))
 
 
@@ -252,6 +268,7 @@ class _Qcow2:
         self._header = _read_header(fd)
         self.size_bytes = _check_size(self._header.size_bytes, limits)
         self._tables = _read_l1(fd, self._header)
+        self._left_bytes = limits.data_bytes
 
     def read(self, at: int, length: int) -> bytes:
         end = min(at + length, self.size_bytes)
@@ -279,7 +296,14 @@ class _Qcow2:
             for place, entry in _entries(self._fd, self._header, at):
                 offset = (first + place) << self._header.cluster_bits
                 if part.start < offset + self._header.cluster_bytes and offset < part.end:
-                    yield offset, _read_cluster(self._fd, self._header, entry)
+                    yield offset, self._counted(_read_cluster(self._fd, self._header, entry))
+
+    def _counted(self, cluster: bytes) -> bytes:
+        """Count what was read, zeros too: many places may refer to one cluster of them."""
+        self._left_bytes -= len(cluster)
+        if self._left_bytes < 0:
+            raise BadImage(TOO_MUCH_DATA)
+        return cluster
 
 
 def _read_l1(fd: int, header: _Header) -> dict[int, int]:

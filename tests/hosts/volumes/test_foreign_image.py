@@ -3,6 +3,7 @@
 import random
 import struct
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,36 @@ def test_a_table_that_is_used_twice_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(BadImage, match="two places"):
         taken(image, tmp_path)
+
+
+def bomb(raw: Path, path: Path, *, zeros: int) -> Path:
+    """Make a compressed image, most of whose clusters are one and the same, of zeros."""
+    qemu_img("convert", "-f", "raw", "-O", "qcow2", "-c", "-o", "cluster_size=2M", raw, path)
+    content = bytearray(path.read_bytes())
+    l1_at = int.from_bytes(content[40:48], "big")
+    l2_at = int.from_bytes(content[l1_at : l1_at + 8], "big") & ((1 << 56) - 1)
+    packer = zlib.compressobj(9, zlib.DEFLATED, -12)
+    packed = packer.compress(bytes(2 * MiB)) + packer.flush()
+    at = -(-len(content) // 512) * 512
+    entry = 1 << 62 | (-(-len(packed) // 512) - 1) << 49 | at
+    first = 64 * MiB // (2 * MiB)
+    content[l2_at + 8 * first : l2_at + 8 * (first + zeros)] = struct.pack(">Q", entry) * zeros
+    content[24:32] = struct.pack(">Q", (first + zeros) * 2 * MiB)
+    path.write_bytes(content.ljust(at, b"\0") + packed.ljust(8 * KiB, b"\0"))
+    return path
+
+
+def test_zeros_that_are_to_be_unpacked_again_and_again_count_as_data(
+    raw: Path, tmp_path: Path
+) -> None:
+    limits = Limits(device_bytes=8 * GiB, data_bytes=256 * MiB)
+    few = bomb(raw, tmp_path / "few", zeros=8)
+    many = bomb(raw, tmp_path / "many", zeros=1000)
+
+    assert taken(few, tmp_path, limits)[1].startswith(raw.read_bytes())
+    (tmp_path / "target").unlink()
+    with pytest.raises(BadImage, match="more data"):
+        unpack_image(many, tmp_path / "target", limits)
 
 
 @pytest.fixture(scope="session")
