@@ -7,6 +7,7 @@ They run as the daemons' user, outside the worker. What sends knows the keys of 
 alone; what takes in knows none.
 """
 
+import fcntl
 import os
 import pwd
 import subprocess
@@ -29,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Each takes up to 30 MiB and a share of the host's way to the store.
 MAX_EXPORTS = 8
-INTAKE_KEPT_S = 8 * 3600
+LEFT_OVER_S = 300
+"""A file that was not written to for so long, and that no process holds, is left over."""
 
 
 class TooManyExports(Unavailable):
@@ -83,13 +85,20 @@ class ImageExports:
         """Return where the raw image is that was taken in, if it was."""
         return self._config.intake_dir / f"{image_id.hex}.raw"
 
-    def drop_old(self) -> None:
-        """Remove images that arrived and that nobody has asked to import since."""
+    def left_over(self) -> list[tuple[UUID, Path]]:
+        """List the files of images that no process takes in any more.
+
+        An image that was taken in and waits for its import is among them.
+        """
         folder = self._config.intake_dir
-        for path in folder.iterdir() if folder.exists() else ():
-            with suppress(FileNotFoundError):
-                if path.stat().st_mtime < time.time() - INTAKE_KEPT_S:
-                    path.unlink()
+        now = time.time()
+        found = []
+        for path in sorted(folder.iterdir()) if folder.exists() else ():
+            with suppress(FileNotFoundError, ValueError):
+                is_old = path.lstat().st_mtime < now - LEFT_OVER_S
+                if is_old and not _is_held(path.with_suffix(".part")):
+                    found.append((UUID(hex=path.stem), path))
+        return found
 
     def _start(self, identity: UUID, module: str, config: str, *arguments: str) -> None:
         with self._lock:
@@ -139,3 +148,18 @@ class ImageExports:
             env=plain_environment()
             | {"PYTHONPATH": os.pathsep.join(places), "PYTHONDONTWRITEBYTECODE": "1"},
         )
+
+
+def _is_held(path: Path) -> bool:
+    """Tell whether a process takes in what goes to this file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # it is not there, or no file
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -136,6 +136,7 @@ def watch_host() -> None:
     """Beat the host's heart, and see to what died or was left over on it."""
     for actor_name, sandbox_id in _watcher.look():
         send(dramatiq.get_broker().get_actor(actor_name), operations.this_queue(), sandbox_id)
+    importing.drop_left_over_images()
 
 
 @dramatiq.actor(time_limit=TIME_LIMIT_MS, max_age=COLLECT_MAX_AGE_MS, max_retries=0)

@@ -1,6 +1,7 @@
 """What a host's worker does to make a template of an uploaded image. Safe to repeat."""
 
 import logging
+from contextlib import suppress
 from uuid import UUID
 
 from django.conf import settings
@@ -9,6 +10,7 @@ from django.utils import timezone
 
 from common.units import GiB, TiB
 from hosts import local
+from hosts.errors import GuestBusy
 from hosts.models import Generation
 from hosts.services import new_volume, publish_commit
 from hosts.volumes.commit import import_image
@@ -42,7 +44,7 @@ def take_image(template_pk: str) -> None:
     Raises:
         Unavailable: not now; the message comes again.
     """
-    local.image_exports().drop_old()
+    drop_left_over_images()
     if _wanted(template_pk) is not None:
         local.image_exports().take_in(image_id(int(template_pk)), limits())
 
@@ -59,6 +61,21 @@ def import_template(template_pk: str) -> None:
         if template is not None and path.exists():
             _store(template)
     path.unlink(missing_ok=True)
+
+
+def drop_left_over_images() -> None:
+    """Remove what images left behind whose intake died, or whose import nobody asks for."""
+    for identity, path in local.image_exports().left_over():
+        with suppress(GuestBusy), local.guest_lock(identity):
+            if path.suffix != ".raw" or not _is_awaited(identity.int):
+                path.unlink(missing_ok=True)
+                log.info("what was left of an intake is removed: %s", path.name)
+
+
+def _is_awaited(template_pk: int) -> bool:
+    """Tell whether an image that was taken in is to be stored, or stored again."""
+    creating = Template.objects.filter(creation=Template.Creation.CREATING)
+    return creating.filter(pk=template_pk, captured_at__isnull=False).exists()
 
 
 def _wanted(template_pk: str) -> Template | None:

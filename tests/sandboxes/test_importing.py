@@ -210,7 +210,9 @@ def test_an_import_that_is_killed_and_never_done_again_fails_and_leaves_nothing(
     assert not StoredObject.objects.exists()
 
     os.utime(image, (0, 0))
-    ImageExports(ExportsConfig(tmp_path / "images", image.parent, s3)).drop_old()
+    exports = ImageExports(ExportsConfig(tmp_path / "images", image.parent, s3))
+    monkeypatch.setattr(local, "image_exports", lambda: exports)
+    importing.drop_left_over_images()
     assert not list(image.parent.iterdir())
 
 

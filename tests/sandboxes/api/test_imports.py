@@ -217,11 +217,65 @@ def test_one_that_was_given_up_half_way_fails_and_its_file_goes(
     os.utime(path, (0, 0))
 
     templates.fail_stuck_imports()
-    exports.drop_old()
+    importing.drop_left_over_images()
 
     template.refresh_from_db()
     assert template.creation == "failed"
     assert not left(exports)
+
+
+@pytest.mark.parametrize("suffix", [".part", ".raw"])
+@pytest.mark.parametrize("has_come", [False, True])
+def test_what_an_intake_left_goes_soon_unless_it_is_to_be_imported(
+    http: httpx.Client, exports: ImageExports, alices_team: Team, suffix: str, has_come: bool
+) -> None:
+    template = Template.objects.create(
+        team=alices_team,
+        template_id="mine",
+        spec={},
+        creation="creating",
+        captured_at=timezone.now() if has_come else None,
+    )
+    path = exports.taken(importing.image_id(template.pk)).with_suffix(suffix)
+    path.parent.mkdir()
+    path.write_bytes(b"x")
+    importing.drop_left_over_images()
+    assert left(exports) == [path]
+    an_hour_ago = timezone.now().timestamp() - 3600
+    os.utime(path, (an_hour_ago, an_hour_ago))
+    with local.guest_lock(importing.image_id(template.pk)):
+        importing.drop_left_over_images()
+    assert left(exports) == [path]
+
+    importing.drop_left_over_images()
+
+    assert left(exports) == ([path] if has_come and suffix == ".raw" else [])
+
+
+def test_a_file_system_that_no_guest_could_mount_is_refused(
+    http: httpx.Client, exports: ImageExports, raw: Path
+) -> None:
+    with raw.open("r+b") as file:
+        file.truncate(20 * MiB)
+
+    response = upload(http, raw)
+
+    assert response.status_code == 400
+    assert "cut short" in response.json()["error"]["message"]
+    assert not Template.objects.filter(template_id="mine").exists()
+    assert not left(exports)
+
+
+def test_an_id_of_the_platforms_is_as_free_here_as_for_a_template_of_a_sandbox(
+    http: httpx.Client, exports: ImageExports, raw: Path, paused: Sandbox
+) -> None:
+    assert Template.objects.filter(team=None, template_id="default").exists()
+    imported = upload(http, raw, template_id="default")
+    body = {"template_id": "default", "sandbox_id": paused.id}
+    assert http.post("/templates/from-sandbox", json=body).status_code == 409
+    Template.objects.filter(template_id="default").exclude(team=None).delete()
+    made = http.post("/templates/from-sandbox", json=body)
+    assert imported.status_code == made.status_code == 202
 
 
 def test_without_a_host_nothing_is_left(http: httpx.Client, raw: Path) -> None:
