@@ -25,6 +25,9 @@ HostActor = dramatiq.Actor[Any, Any]
 TIME_LIMIT_MS = 60 * MINUTE * 1000
 # A customer waits: try again soon, and never so seldom that a cured fault goes unnoticed.
 RETRY: dict[str, Any] = {"max_retries": None, "min_backoff": 500, "max_backoff": 5_000}
+# What the scheduler asks for again and again while a sandbox is between two states: an older
+# message gives way to a newer one, or those of one that is stuck would only become more.
+REPEATED: dict[str, Any] = RETRY | {"max_age": 2 * MINUTE * 1000}
 # A heartbeat that could not be taken in time is worth nothing; the next one is due.
 WATCH_MAX_AGE_MS = 6_000
 # So is a collection: another host may have been asked since.
@@ -48,23 +51,23 @@ def _alone(operation: Callable[[str], T], sandbox_id: str) -> T:
         raise Retry(str(error)) from error
 
 
-@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **REPEATED)
 def boot_sandbox(sandbox_id: str) -> None:
     """Start the guest of a sandbox that is starting or resuming."""
     _alone(operations.boot, sandbox_id)
 
 
-@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **REPEATED)
 def pause_sandbox(sandbox_id: str) -> None:
-    """Carry a pause out. Retried without end: what it uploads is the only copy."""
+    """Carry a pause out. Asked for without end: what it uploads is the only copy."""
     queue_name = _alone(operations.pause, sandbox_id)
     if queue_name is not None:
         send(boot_sandbox, queue_name, sandbox_id)
 
 
-@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **RETRY)
+@dramatiq.actor(time_limit=TIME_LIMIT_MS, throws=Refused, **REPEATED)
 def destroy_sandbox(sandbox_id: str) -> None:
-    """Take a sandbox down that is being deleted. Retried until it is gone: it costs us."""
+    """Take a sandbox down that is being deleted. Asked for until it is gone: it costs us."""
     _alone(operations.destroy, sandbox_id)
 
 
