@@ -168,6 +168,8 @@ async def test_once_its_disk_died_a_server_gives_no_wrong_answer_and_ends(
     while files.is_open(host.volume_id):
         assert time.monotonic() < until
         await asyncio.sleep(0.05)
+    assert not files.close(host.volume_id)
+    host.disks.detach(host.volume_id, discard=True)
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
