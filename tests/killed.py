@@ -7,32 +7,23 @@ would cost more than what is tested. Use the `processes` fixture.
 import importlib
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from django.db import connection
 
 from hosts.volumes.failpoints import VARIABLE
+from tests.forker import start_forker
 
 
 class Processes:
     """The process that forks others, seen from the tests."""
 
     def __init__(self) -> None:
-        root = Path(__file__).parents[1]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            env=os.environ | {"PYTHONPATH": f"{root}:{root / 'platform'}"},
-            cwd=root,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process = start_forker(__name__)
 
     def run(self, work: Callable[..., None], *args: Any, failpoints: str = "") -> int:
         """Call a function of a test module elsewhere; negative is the signal that ended it.

@@ -7,7 +7,6 @@ request, a line on its output the exit status of its worker.
 
 import json
 import os
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -18,6 +17,7 @@ from hosts.volumes.commit import Commit
 from hosts.volumes.disks import Disks, DisksConfig
 from hosts.volumes.failpoints import VARIABLE
 from hosts.volumes.objects import StoreConfig
+from tests.forker import start_forker
 from tests.hosts.volumes.given_keys import KeyForEach
 
 
@@ -25,15 +25,7 @@ class Workers:
     """The process that forks workers, seen from the tests."""
 
     def __init__(self) -> None:
-        root = Path(__file__).parents[3]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            env=os.environ | {"PYTHONPATH": f"{root}:{root / 'platform'}"},
-            cwd=root,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process = start_forker(__name__)
 
     def run(self, config: Path, operation: str, failpoints: str) -> int:
         """Carry out one operation in a new worker; negative is the signal that ended it."""
