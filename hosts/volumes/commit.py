@@ -8,26 +8,30 @@ names, and the store keeps what it has.
 
 Every object holds the hash of the root that the commit is based on. So once the head has
 moved on, nobody will ever again put an object of an earlier name and publish it: that is
-what makes it safe to delete what no root names (see `collect`).
+what makes it safe to delete what no root names (see `collect`). And nobody puts an object
+before what its commit is based on is the head.
+
+The names of a commit's objects are known before they are put, and so is the base of the next
+commit: that is read and encoded while this one is on its way (see `Prepared`).
 """
 
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from heapq import merge
 from operator import itemgetter
 from pathlib import Path
-from threading import BoundedSemaphore, Event
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from uuid import UUID
 
 from common.units import MiB
 from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK, Block, block_digest, encode_block
 from hosts.volumes.cache import ObjectCache
-from hosts.volumes.errors import Corrupt, ObjectMissing, StoreUnavailable
+from hosts.volumes.errors import Corrupt, ObjectMissing
 from hosts.volumes.failpoints import reach
 from hosts.volumes.index import (
     LEAF_BLOCKS,
@@ -44,7 +48,8 @@ from hosts.volumes.keys import Keyring, Sealer
 from hosts.volumes.naming import Kind, ObjectName, content_digest, parse_key
 from hosts.volumes.objects import ObjectReader, ObjectStore
 from hosts.volumes.qcow2 import Cluster, Overlay, open_overlay
-from hosts.volumes.reader import ReaderMemory, VolumeReader, load_leaf
+from hosts.volumes.reader import ReaderMemory, VolumeReader, load_leaf, open_leaf
+from hosts.volumes.uploads import Gate, Room, Uploads
 
 PACK_MAGIC = b"SKPACK\0\1"
 
@@ -54,9 +59,6 @@ bytes, small enough that one with little left alive is cheap to rewrite."""
 
 PACK_BLOCKS = 8192
 """Also closed at this many blocks, so that zeros in all but name cannot fill memory."""
-
-UPLOADS = 8
-"""Packs on their way at once: one stream fills no link to an object store."""
 
 ENCODERS = 2
 """Threads that hash, compress and seal: all three let go of the interpreter's lock."""
@@ -161,14 +163,13 @@ def import_image(
     """
     check_device_size(size_bytes)
     with _Writer(
-        store,
         volume_id=volume_id,
         epoch=epoch,
         base=Root(size_bytes),
         base_root_key=None,
         read_leaf=_no_leaf,
         keyring=keyring,
-        cache=cache,
+        uploads=Uploads(store, cache, room=Room(), gate=Gate(is_open=True)),
         rewrite=frozenset(),
     ) as writer:
         fd = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
@@ -185,9 +186,9 @@ def import_image(
                 progress(image_bytes, image_bytes)
         finally:
             os.close(fd)
-        commit = writer.finish(even_if_unchanged=True)
-        assert commit is not None
-        return commit
+        prepared = writer.finish(even_if_unchanged=True)
+        assert prepared is not None
+        return prepared.put()
 
 
 def _no_leaf(ref: LeafRef) -> Leaf:
@@ -209,6 +210,46 @@ def _data_blocks(fd: int, end: int) -> Iterator[int]:
         yield from range(first, following)
 
 
+class Prepared:
+    """A generation that is encoded whole: its packs are on their way, its index is not yet.
+
+    Nothing of it changes any more, so the next can be made from it before it is put.
+    """
+
+    def __init__(
+        self, commit: Commit, uploads: Uploads, leaves: Mapping[str, bytes], root: bytes
+    ) -> None:
+        self.commit = commit
+        """What it is once it is put."""
+        self._uploads = uploads
+        self._leaves = leaves
+        self._root = root
+
+    @property
+    def index(self) -> Mapping[str, bytes]:
+        """The objects of its index by key: they may not be in the store yet."""
+        return {**self._leaves, self.commit.root_key: self._root}
+
+    def packs_under_way(self) -> int:
+        """Count the packs that are not in the store yet."""
+        return self._uploads.under_way()
+
+    def put(self) -> Commit:
+        """Wait for the packs, then put the leaves, then the root.
+
+        Raises:
+            StoreUnavailable: prepare it again; what was uploaded is found.
+        """
+        self._uploads.wait()
+        reach("commit.packs")
+        for key, body in self._leaves.items():
+            self._uploads.put(key, body)
+        reach("commit.leaves")
+        self._uploads.put(self.commit.root_key, self._root)
+        reach("commit.root")
+        return self.commit
+
+
 def commit_overlays(
     overlays: Sequence[Path],
     *,
@@ -222,6 +263,40 @@ def commit_overlays(
 ) -> Commit | None:
     """Write the changes of overlays over their base as a new generation.
 
+    See `prepare_overlays`.
+
+    Returns: None when the device reads exactly as its base, and nothing was to be rewritten.
+    """
+    with prepare_overlays(
+        overlays,
+        base_root_key=base_root_key,
+        volume_id=volume_id,
+        epoch=epoch,
+        store=store,
+        cache=cache,
+        keyring=keyring,
+        rewrite=rewrite,
+    ) as prepared:
+        return None if prepared is None else prepared.put()
+
+
+@contextmanager
+def prepare_overlays(
+    overlays: Sequence[Path],
+    *,
+    base_root_key: str,
+    volume_id: UUID,
+    epoch: int,
+    store: ObjectStore,
+    cache: ObjectCache,
+    keyring: Keyring,
+    rewrite: frozenset[ObjectName] = frozenset(),
+    base_index: Mapping[str, bytes] = MappingProxyType({}),
+    room: Room | None = None,
+    gate: Gate | None = None,
+) -> Iterator[Prepared | None]:
+    """Encode the changes of overlays over their base; what is not put by the end is given up.
+
     A cluster that holds what the base has costs a hash and nothing else; one of zeros, or
     discarded, becomes a hole. Only leaves that change are read and written.
 
@@ -231,17 +306,24 @@ def commit_overlays(
         rewrite: packs that the new generation shall not need: what is left alive in them
             is written anew, or named where the donor has it. Packs of other volumes, such
             as a base's, are left only for a donor's: copies would be as many as forks.
+        base_index: objects of the base that may not be in the store yet.
+        room: shared with a commit that is on its way.
+        gate: opened once the base is the head. By default it is.
 
-    Returns: None when the device reads exactly as its base, and nothing was to be rewritten.
+    Yields: None when the device reads exactly as its base, and nothing was to be rewritten.
 
     Raises:
         StoreUnavailable: call again; what was uploaded is found.
         Corrupt: an overlay or the base is not what it should be.
     """
-    base = open_root(cache.whole(base_root_key), parse_key(base_root_key)[1], keyring)
+    base_body = base_index.get(base_root_key) or cache.whole(base_root_key)
+    base = open_root(base_body, parse_key(base_root_key)[1], keyring)
 
     def read_leaf(ref: LeafRef) -> Leaf:
-        return load_leaf(cache, keyring, base, ref)
+        body = base_index.get(ref.object.key("leaves"))
+        if body is None:
+            return load_leaf(cache, keyring, base, ref)
+        return open_leaf(body[ref.offset : ref.offset + ref.length], ref, keyring)
 
     with ExitStack() as stack:
         layers = [stack.enter_context(open_overlay(path)) for path in overlays]
@@ -250,33 +332,44 @@ def commit_overlays(
         packs = rewrite & base.packs.keys()
         writer = stack.enter_context(
             _Writer(
-                store,
                 volume_id=volume_id,
                 epoch=epoch,
                 base=base,
                 base_root_key=base_root_key,
                 read_leaf=read_leaf,
                 keyring=keyring,
-                cache=cache,
+                uploads=Uploads(
+                    store, cache, room=room or Room(), gate=gate or Gate(is_open=True)
+                ),
                 rewrite=packs,
             )
         )
         blocks = _overlaid_blocks(layers, base.size_bytes // BLOCK_BYTES)
-        if not packs:
+        if packs:
+            donor = _Donor.of(rewrite, packs, cache, keyring)
+            moving = _entries_in(base, read_leaf, packs)
+            reader = VolumeReader(base, ReaderMemory(cache), keyring)
+            _write_moving(writer, _in_order(blocks, moving), donor, reader)
+        else:
             for number, data in blocks:
                 writer.write(number, data)
-            return writer.finish()
-        donor = _Donor.of(rewrite, packs, cache, keyring)
-        reader = VolumeReader(base, ReaderMemory(cache), keyring)
-        moving = _entries_in(base, read_leaf, packs)
-        for number, block in _in_order(blocks, moving):
-            if isinstance(block, bytes | bytearray):
-                writer.write(number, block)
-            elif (elsewhere := donor.entry(number, block)) is not None:
-                writer.adopt(number, block, elsewhere, donor.root.packs[elsewhere.pack])
-            elif block.pack.volume == volume_id.bytes:
-                writer.write(number, reader.read_block(number))
-        return writer.finish()
+        yield writer.finish()
+
+
+def _write_moving(
+    writer: "_Writer",
+    blocks: Iterator[tuple[int, Block | Entry]],
+    donor: "_Donor",
+    reader: VolumeReader,
+) -> None:
+    """Write blocks, and what only moves: named where the donor has it, else written anew."""
+    for number, block in blocks:
+        if isinstance(block, bytes | bytearray):
+            writer.write(number, block)
+        elif (elsewhere := donor.entry(number, block)) is not None:
+            writer.adopt(number, block, elsewhere, donor.root.packs[elsewhere.pack])
+        elif writer.has(block.pack):
+            writer.write(number, reader.read_block(number))
 
 
 def _entries_in(
@@ -441,7 +534,6 @@ class _Writer:
 
     def __init__(
         self,
-        store: ObjectStore,
         *,
         volume_id: UUID,
         epoch: int,
@@ -449,7 +541,7 @@ class _Writer:
         base_root_key: str | None,
         read_leaf: LeafSource,
         keyring: Keyring,
-        cache: ObjectCache | None,
+        uploads: Uploads,
         rewrite: frozenset[ObjectName],
     ) -> None:
         self._volume_id = volume_id
@@ -467,7 +559,7 @@ class _Writer:
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
         self._batch: list[_Block] = []
         self._encoding: deque[Future[list[_Encoded]]] = deque()
-        self._uploads = _Uploads(store, cache)
+        self._uploads = uploads
         self._pack = _OpenPack(self._parent)
         self._leaf_number = -1
         self._leaf = Leaf.empty()
@@ -478,7 +570,7 @@ class _Writer:
         self._stored: dict[ObjectName, int] = {}
         self._adopted: dict[ObjectName, int] = {}
         self._blocks_changed = 0
-        self._index_bytes = 0
+        self._leaf_objects: dict[str, bytes] = {}
 
     def __enter__(self) -> "_Writer":
         return self
@@ -491,9 +583,7 @@ class _Writer:
         leaf_number, slot = divmod(number, LEAF_BLOCKS)
         before = self._base_leaf(leaf_number)[slot]
         must_move = (
-            before is not None
-            and before.pack in self._rewrite
-            and before.pack.volume == self._volume_id.bytes
+            before is not None and before.pack in self._rewrite and self.has(before.pack)
         )
         was_sealed = before is not None and self._is_sealed(before.pack.volume)
         self._add(_Block(leaf_number, slot, before, was_sealed, must_move, data))
@@ -502,6 +592,10 @@ class _Writer:
         """Name a block where it is already, in another pack."""
         self._adopted.setdefault(after.pack, use.stored_bytes)
         self._add(_Block(*divmod(number, LEAF_BLOCKS), before, False, True, b"", after))
+
+    def has(self, pack: ObjectName) -> bool:
+        """Tell whether a pack is the volume's own."""
+        return pack.volume == self._volume_id.bytes
 
     def _is_sealed(self, volume: bytes) -> bool:
         return self._keyring.sealer(volume) is not None
@@ -578,26 +672,23 @@ class _Writer:
         for pack, count in live.items():
             self._live[pack] = self._live.get(pack, 0) + sign * count
 
-    def finish(self, *, even_if_unchanged: bool = False) -> Commit | None:
-        """Upload what is left, then the leaves, then the root; None for no change."""
+    def finish(self, *, even_if_unchanged: bool = False) -> Prepared | None:
+        """Encode what is left, then the leaves, then the root; None for no change."""
         self._encode_batch()
         while self._encoding:
             self._take(self._encoding.popleft().result())
+        self._encoders.shutdown()
         self._close_pack()
         self._encode_leaves(before=self._root.size_bytes)
         if not self._encoded and not even_if_unchanged:
             return None
-        self._uploads.wait()
-        reach("commit.packs")
-        self._put_leaves()
-        reach("commit.leaves")
+        self._name_leaves()
         self._update_packs()
         body = self._seal("roots", self._root.encode())
         root_key = ObjectName.of("roots", self._volume_id, self._epoch, body).key("roots")
-        self._uploads.put(root_key, body)
-        reach("commit.root")
-        index_bytes = self._index_bytes + len(body)
-        return Commit(
+        index = {**self._leaf_objects, root_key: body}
+        index_bytes = sum(len(one) for one in index.values())
+        commit = Commit(
             root_key=root_key,
             size_bytes=self._root.size_bytes,
             blocks_changed=self._blocks_changed,
@@ -606,14 +697,18 @@ class _Writer:
             index_bytes=index_bytes,
             stored_bytes=self._root.own_live_bytes(self._volume_id.bytes),
             base_root_key=self._base_root_key,
-            objects=tuple(self._uploads.objects),
+            objects=(
+                *((name.key("packs"), size) for name, size in self._stored.items()),
+                *((key, len(one)) for key, one in index.items()),
+            ),
             adopted=tuple(
                 pack.key("packs") for pack in self._adopted if pack not in self._base.packs
             ),
         )
+        return Prepared(commit, self._uploads, self._leaf_objects, body)
 
-    def _put_leaves(self) -> None:
-        """Put all changed leaves into objects, one unless they are very many."""
+    def _name_leaves(self) -> None:
+        """Gather all changed leaves in objects, one unless they are very many."""
         batch: dict[int, bytes] = {}
         batch_bytes = 0
         for number, leaf in sorted(self._encoded.items()):
@@ -623,17 +718,16 @@ class _Writer:
             batch[number] = leaf
             batch_bytes += len(leaf)
             if batch_bytes > PACK_BYTES:
-                self._put_leaf_object(batch)
+                self._name_leaf_object(batch)
                 batch, batch_bytes = {}, 0
         if batch:
-            self._put_leaf_object(batch)
+            self._name_leaf_object(batch)
 
-    def _put_leaf_object(self, leaves: Mapping[int, bytes]) -> None:
+    def _name_leaf_object(self, leaves: Mapping[int, bytes]) -> None:
         body = self._parent + b"".join(leaves.values())
         name = ObjectName.of("leaves", self._volume_id, self._epoch, body)
-        self._uploads.put(name.key("leaves"), body)
+        self._leaf_objects[name.key("leaves")] = body
         self._root.objects[name] = len(body)
-        self._index_bytes += len(body)
         at = len(self._parent)
         for number, leaf in leaves.items():
             assert len(leaf) <= MAX_LEAF_BYTES
@@ -668,65 +762,3 @@ class _OpenPack:
 
     def body(self) -> bytes:
         return b"".join(self._pieces)
-
-
-class _Uploads:
-    """Puts objects, several at once, holding no more than `UPLOADS` of them in memory."""
-
-    def __init__(self, store: ObjectStore, cache: ObjectCache | None) -> None:
-        self._store = store
-        self._cache = cache
-        self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload")
-        self._room = BoundedSemaphore(UPLOADS)
-        self._failed = Event()
-        self._started: list[Future[None]] = []
-        self.objects: list[tuple[str, int]] = []
-        """Key and size in bytes of what was asked for, in order."""
-
-    def start(self, key: str, body: bytes) -> None:
-        """Put an object in the background, once there is room.
-
-        Raises:
-            StoreUnavailable: an earlier one failed, so there is no use in going on.
-        """
-        self.objects.append((key, len(body)))
-        self._room.acquire()
-        if self._failed.is_set():
-            self._room.release()
-            self.wait()
-        self._started = [one for one in self._started if not one.done() or one.exception()]
-        self._started.append(self._pool.submit(self._put_and_release, key, body))
-
-    def _put_and_release(self, key: str, body: bytes) -> None:
-        try:
-            self._put(key, body)
-        except BaseException:
-            self._failed.set()
-            raise
-        finally:
-            self._room.release()
-
-    def put(self, key: str, body: bytes) -> None:
-        """Put an object now."""
-        self.objects.append((key, len(body)))
-        self._put(key, body)
-
-    def _put(self, key: str, body: bytes) -> None:
-        self._store.put_new(key, body)
-        if self._cache is not None:
-            self._cache.put(key, body)
-
-    def wait(self) -> None:
-        """Wait for all that was started.
-
-        Raises:
-            StoreUnavailable: one of them failed.
-        """
-        for upload in self._started:
-            upload.result()
-        self._started = []
-        if self._failed.is_set():
-            raise StoreUnavailable("An upload failed.")
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)

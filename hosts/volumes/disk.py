@@ -7,18 +7,20 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
 from common.units import MiB
 from hosts.volumes import layers
+from hosts.volumes.ahead import AHEAD_BYTES
 from hosts.volumes.cache import ObjectCache
-from hosts.volumes.commit import Commit, commit_overlays, open_root
+from hosts.volumes.commit import Commit, Prepared, open_root, prepare_overlays
 from hosts.volumes.disk_state import DiskState
 from hosts.volumes.errors import (
     DaemonFailed,
+    DiskBusy,
     NotAttached,
     OverlayMismatch,
     StaleEpoch,
@@ -40,6 +42,7 @@ from hosts.volumes.qmp import TIMEOUT_S, Qmp, QmpRefused
 from hosts.volumes.spares import Spares
 from hosts.volumes.start import RECORD_S
 from hosts.volumes.storage_daemon import EXPORT_NAME, StorageDaemon
+from hosts.volumes.uploads import Gate, Room
 
 WAITS_LONG_S = 2.0
 """Reads that have waited so long for the store may go on to: nobody should wait for them."""
@@ -89,6 +92,8 @@ class DisksConfig:
     """What the overlays of one disk may take; its writer is slowed before that."""
     layer_budget_bytes: int = DEFAULT_LAYER_BUDGET_BYTES
     """What the local layer of one disk may take before it is begun anew; 0: no layers."""
+    ahead_bytes: int = AHEAD_BYTES
+    """The next commit is prepared while the last is on its way, once it has so much."""
 
     @property
     def cache_dir(self) -> Path:
@@ -129,6 +134,15 @@ class Frozen:
     """Everything written until the cut is in it."""
     root_key: str
     """What the disk is based on."""
+
+
+@dataclass(frozen=True)
+class Storing:
+    """What commits that follow one another share."""
+
+    cache: ObjectCache
+    keyring: Keyring
+    room: Room
 
 
 class Disk:
@@ -287,13 +301,9 @@ class Disk:
         self._save()
         self.export.fetched.unlink(missing_ok=True)
         self._fetched_here.unlink(missing_ok=True)
-        with self._counter() as counter:
+        with self.counter() as counter:
             for size_bytes in fetched:
                 counter.add(size_bytes)
-
-    def _counter(self) -> closing[FetchCounter]:
-        """Count what the host itself asks the store for, beside the export's own count."""
-        return closing(FetchCounter(self._fetched_here))
 
     def reads_wait_s(self) -> float:
         """Say for how long reads have been waiting for the store without any answer."""
@@ -473,8 +483,7 @@ class Disk:
                 everybody else meanwhile: it is not begun.
         """
         state = self._require()
-        if self.export.is_running() and self.reads_wait_s() >= WAITS_LONG_S:
-            raise StoreUnavailable("Object storage does not answer.")
+        self._refuse_while_reads_wait()
         is_all = len(state.overlays) < MAX_CHAIN
         if leftovers_first and len(state.overlays) > 1:
             is_all = False
@@ -490,6 +499,36 @@ class Disk:
             self.end_ease()
         frozen = state.overlays[:-1]
         return Frozen(frozen[-1] if frozen else None, is_all, state.root_key)
+
+    def _refuse_while_reads_wait(self) -> None:
+        if self.export.is_running() and self.reads_wait_s() >= WAITS_LONG_S:
+            raise StoreUnavailable("Object storage does not answer.")
+
+    def freeze_next(self, numbers: Sequence[int]) -> list[int]:
+        """Freeze what was written since a cut whose overlays are being stored.
+
+        Nothing is, when there are others that are frozen, or as many as there may be.
+
+        Returns: the overlays that are frozen now and were not.
+
+        Raises:
+            StoreUnavailable: as `freeze`.
+        """
+        state = self._require()
+        if list(numbers) != state.overlays[:-1] or len(state.overlays) >= MAX_CHAIN:
+            return []
+        self._refuse_while_reads_wait()
+        with self.daemon.connect() as qmp:
+            self._reconcile(qmp)
+            self._cut(qmp, nullcontext)
+        reach("ahead.cut")
+        return state.overlays[len(numbers) : -1]
+
+    def is_worth_preparing(self) -> bool:
+        """Tell whether enough was written since the last cut for another to be prepared."""
+        path = self.daemon.overlay_path(self._require().active)
+        found = path.stat()
+        return _is_written(found) and found.st_blocks * 512 >= self._config.ahead_bytes
 
     def _cut(self, qmp: Qmp, around_cut: AroundCut) -> None:
         state = self._require()
@@ -546,26 +585,56 @@ class Disk:
             return []
         return [number for number in self._require().overlays[:-1] if number <= last]
 
-    def upload(self, numbers: Sequence[int], rewrite: frozenset[ObjectName]) -> Commit | None:
-        """Store the lowest overlays, which nobody writes to, over the disk's root.
+    def counter(self) -> closing[FetchCounter]:
+        """Count what the host itself asks the store for, beside the export's own count."""
+        return closing(FetchCounter(self._fetched_here))
+
+    @contextmanager
+    def storing(self) -> Iterator[Storing]:
+        """Have what commits that follow one another share."""
+        with self.counter() as counter:
+            cache = self._cache.counted(counter.add)
+            yield Storing(cache, Keyring(self._config.keys), Room())
+
+    def prepare(
+        self,
+        numbers: Sequence[int],
+        storing: Storing,
+        *,
+        rewrite: frozenset[ObjectName] = frozenset(),
+        gate: Gate | None = None,
+        base: Prepared | None = None,
+    ) -> AbstractContextManager[Prepared | None]:
+        """Encode frozen overlays, the lowest of those that are not in the base.
 
         It takes long, and needs not the disk's lock but that of its uploads.
+
+        Args:
+            base: what they lie on, if that is not stored yet; else it is the disk's root.
         """
         state = self._require()
-        with self._counter() as counter:
-            return commit_overlays(
-                [self.daemon.overlay_path(number) for number in numbers],
-                base_root_key=state.root_key,
-                volume_id=self.volume_id,
-                epoch=state.epoch,
-                store=self._store,
-                cache=self._cache.counted(counter.add),
-                keyring=Keyring(self._config.keys),
-                rewrite=rewrite,
-            )
+        return prepare_overlays(
+            [self.daemon.overlay_path(number) for number in numbers],
+            base_root_key=state.root_key if base is None else base.commit.root_key,
+            volume_id=self.volume_id,
+            epoch=state.epoch,
+            store=self._store,
+            cache=storing.cache,
+            keyring=storing.keyring,
+            rewrite=rewrite,
+            base_index={} if base is None else base.index,
+            room=storing.room,
+            gate=gate,
+        )
 
     def announce(self, commit: Commit, count: int) -> None:
-        """Note that a root with the lowest overlays is about to become the head."""
+        """Note that a root with the lowest overlays is about to become the head.
+
+        Raises:
+            DiskBusy: it was not made from what the disk is based on now.
+        """
+        if commit.base_root_key != self._require().root_key:
+            raise DiskBusy("The disk has moved on to another root.")
         self._require().announce(commit.root_key, count)
         self._save()
 

@@ -26,12 +26,13 @@ are taken in the order cuts, uploads, state, export.
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from uuid import UUID
 
+from hosts.volumes.ahead import FEW, PACKS_LEFT, Ahead, Stage
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit
 from hosts.volumes.disk import (
@@ -43,6 +44,7 @@ from hosts.volumes.disk import (
     DisksConfig,
     Frozen,
     Publish,
+    Storing,
 )
 from hosts.volumes.errors import DaemonFailed, DiskBusy, NotAttached
 from hosts.volumes.exports import Fetched
@@ -53,6 +55,7 @@ from hosts.volumes.pacing import Limits
 from hosts.volumes.spares import Spares
 from hosts.volumes.storage_daemon import EXPORT_NAME
 from hosts.volumes.store import S3ObjectStore
+from hosts.volumes.uploads import Gate
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +274,8 @@ class Disks:
             if frozen.last is None and not rewrite:
                 return commit
             with self._lock_file(volume_id, _UPLOADS):
-                commit = self._store_until(volume_id, frozen, publish, rewrite) or commit
+                stored = self._store_until(volume_id, frozen, publish, rewrite, ahead=True)
+            commit = stored or commit
             if frozen.is_all:
                 return commit
 
@@ -281,36 +285,84 @@ class Disks:
         frozen: Frozen,
         publish: Publish,
         rewrite: frozenset[ObjectName],
+        *,
+        ahead: bool = False,
     ) -> Commit | None:
-        """Store what a cut has frozen, publish and drop it."""
+        """Store what a cut has frozen, publish and drop it.
+
+        Args:
+            ahead: go on with what was written meanwhile, prepared meanwhile, see `ahead`.
+        """
         if not frozen.is_all:
             rewrite = frozenset()  # there is another commit to come
         numbers = self._disk(volume_id).frozen_until(frozen.last)
         if not numbers and not rewrite:
             return None  # somebody else has stored them
-        commit = self._publish(volume_id, numbers, publish, rewrite)
-        if numbers:
-            self._fold(volume_id, numbers)
+        commit: Commit | None = None
+        with ExitStack() as stack:
+            disk = self._disk(volume_id)
+            storing = stack.enter_context(disk.storing())
+            prepared = stack.enter_context(disk.prepare(numbers, storing, rewrite=rewrite))
+            stage: Stage | None = Stage(numbers, prepared)
+            for left in reversed(range(FEW if ahead else 1)):
+                if stage is None:
+                    break
+                following = None
+                if left and stage.prepared is not None:
+                    following = stack.enter_context(self._ahead(volume_id, stage, storing))
+                commit = self._store_stage(volume_id, stage, publish, following) or commit
+                stage = following.take() if following is not None else None
+        return commit
+
+    def _ahead(self, volume_id: UUID, stage: Stage, storing: Storing) -> Ahead:
+        """Prepare what follows a stage while that is on its way."""
+
+        def is_wanted() -> bool:
+            if stage.packs_under_way() > PACKS_LEFT:
+                return False
+            return self._disk(volume_id).is_worth_preparing()
+
+        @contextmanager
+        def prepare(gate: Gate) -> Iterator[Stage | None]:
+            # Whoever has the cuts waits for the uploads, which are ours: no waiting for him.
+            with (
+                self._held(volume_id, timeout_s=SHORT_S) as disk,
+                self._lock_file(volume_id, _CUTS, timeout_s=0),
+            ):
+                numbers = disk.freeze_next(stage.overlays)
+            if not numbers:
+                yield None
+                return
+            with disk.prepare(numbers, storing, gate=gate, base=stage.prepared) as prepared:
+                reach("ahead.encoded")
+                yield Stage(numbers, prepared)
+
+        return Ahead(is_wanted, prepare)
+
+    def _store_stage(
+        self, volume_id: UUID, stage: Stage, publish: Publish, following: Ahead | None
+    ) -> Commit | None:
+        """Put a stage, publish and drop it."""
+        commit = self._publish(volume_id, stage, publish)
+        if following is not None:
+            following.open()
+        if stage.overlays:
+            self._fold(volume_id, stage.overlays)
         with self._held(volume_id) as disk:
-            disk.settle(commit, numbers)
+            disk.settle(commit, stage.overlays)
             disk.drop()
         return commit
 
-    def _publish(
-        self,
-        volume_id: UUID,
-        numbers: Sequence[int],
-        publish: Publish,
-        rewrite: frozenset[ObjectName],
-    ) -> Commit | None:
-        """Store a disk's lowest overlays and move the head to what they come to."""
-        commit = self._disk(volume_id).upload(numbers, rewrite)
-        if commit is not None:
-            with self._held(volume_id) as disk:
-                disk.announce(commit, len(numbers))
-            reach("publish.before")
-            publish(commit)
-            reach("publish.after")
+    def _publish(self, volume_id: UUID, stage: Stage, publish: Publish) -> Commit | None:
+        """Put what a disk's lowest overlays come to, and move the head there."""
+        if stage.prepared is None:
+            return None
+        commit = stage.prepared.put()
+        with self._held(volume_id) as disk:
+            disk.announce(commit, len(stage.overlays))
+        reach("publish.before")
+        publish(commit)
+        reach("publish.after")
         return commit
 
     def _fold(self, volume_id: UUID, numbers: Sequence[int]) -> None:
@@ -353,7 +405,11 @@ class Disks:
                 numbers = disk.overlays()
             if not numbers and not rewrite:
                 return None
-            commit = self._publish(volume_id, numbers, publish, rewrite)
+            with (
+                disk.storing() as storing,
+                disk.prepare(numbers, storing, rewrite=rewrite) as prepared,
+            ):
+                commit = self._publish(volume_id, Stage(numbers, prepared), publish)
             with self._held(volume_id) as disk:
                 disk.settle(commit, numbers)
                 disk.forget_dropped()

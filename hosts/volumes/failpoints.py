@@ -20,6 +20,8 @@ NAMES = (
     "rotate.prepared",  # the daemon knows the next overlay, the state file does not
     "rotate.recorded",  # the state file has it on top, writes still go to the old
     "rotate.done",  # writes go to the new overlay
+    "ahead.cut",  # the next commit is cut while the last is on its way
+    "ahead.encoded",  # and encoded; nothing of it is put
     "commit.packs",  # packs are uploaded
     "commit.leaves",  # leaves too
     "commit.root",  # the root too

@@ -47,8 +47,13 @@ def load_leaf(cache: ObjectCache, keyring: Keyring, root: Root, ref: LeafRef) ->
             key, ref.offset, ref.length, root.objects[ref.object], fresh=attempt > 0
         )
         if content_digest(body) == ref.digest:
-            return Leaf.decode(keyring.open("leaves", ref.object.volume, body))
+            return open_leaf(body, ref, keyring)
     raise Corrupt(f"A leaf in {key} is not what its hash says.")
+
+
+def open_leaf(body: bytes, ref: LeafRef, keyring: Keyring) -> Leaf:
+    """Decode a leaf whose hash has been checked, or that was made here."""
+    return Leaf.decode(keyring.open("leaves", ref.object.volume, body))
 
 
 class PackRange(NamedTuple):

@@ -129,6 +129,13 @@ class Host:
                 assert await_end(process, 30)
                 os.close(process)
 
+    def lose(self) -> None:
+        """Go on as another host, with nothing of this one but what is in the store."""
+        self.kill_daemons()
+        shutil.rmtree(self.config.run_dir)
+        shutil.rmtree(self.config.state_dir)
+        self.disks = Disks(self.config)
+
     def overlay_files(self) -> list[Path]:
         folder = self.config.state_dir / "overlays" / self.volume_id.hex
         return sorted(folder.glob("overlay-*"))

@@ -1,7 +1,10 @@
 """Commits on a store in memory: what is written, and what is not."""
 
 import os
+import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -10,12 +13,21 @@ import pytest
 from common.units import GiB, KiB, MiB
 from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.cache import ObjectCache
-from hosts.volumes.commit import Commit, Rewrite, commit_overlays, import_image, load_root
+from hosts.volumes.commit import (
+    Commit,
+    Prepared,
+    Rewrite,
+    commit_overlays,
+    import_image,
+    load_root,
+    prepare_overlays,
+)
 from hosts.volumes.errors import Corrupt, StoreUnavailable
 from hosts.volumes.index import Root
 from hosts.volumes.keys import GivenKeys, Keyring, PlainKeys
 from hosts.volumes.naming import ObjectName, parse_key
 from hosts.volumes.reader import ReaderMemory, VolumeReader
+from hosts.volumes.uploads import Gate
 from tests.hosts.volumes.given_keys import KeyForEach
 from tests.hosts.volumes.memory_store import MemoryStore
 from tests.hosts.volumes.test_qcow2 import make, qemu_io
@@ -69,6 +81,27 @@ class Bench:
             keyring=self.keyring,
             rewrite=rewrite,
         )
+
+    @contextmanager
+    def prepared(
+        self,
+        base: Commit,
+        *overlays: Path,
+        on: Prepared | None = None,
+        gate: Gate | None = None,
+    ) -> Iterator[Prepared | None]:
+        with prepare_overlays(
+            overlays,
+            base_root_key=base.root_key if on is None else on.commit.root_key,
+            volume_id=VOLUME,
+            epoch=1,
+            store=self.store,
+            cache=self.cache,
+            keyring=self.keyring,
+            base_index={} if on is None else on.index,
+            gate=gate,
+        ) as prepared:
+            yield prepared
 
     def root(self, commit: Commit) -> Root:
         return load_root(self.store, commit.root_key, self.keyring)
@@ -216,6 +249,39 @@ def test_doing_it_again_gives_the_same_names_and_stores_nothing_twice(bench: Ben
     before = dict(bench.store.objects)
     assert bench.commit(base, overlay) == first
     assert bench.store.objects == before
+
+
+def test_a_commit_is_the_same_whether_its_base_is_stored_or_only_prepared(
+    bench: Bench,
+) -> None:
+    base = bench.import_bytes(os.urandom(MiB))
+    one = bench.overlay("one", "write -P 1 0 2M")
+    two = bench.overlay("two", "write -P 2 1M 2M", "write -P 3 300M 64k")
+    first = bench.commit(base, one)
+    assert first is not None
+    second = bench.commit(first, two)
+    bench.store.objects = {
+        key: body
+        for key, body in bench.store.objects.items()
+        if parse_key(key)[1].volume != VOLUME.bytes
+    }
+    shutil.rmtree(bench.folder / "cache")
+    bench.cache = ObjectCache(
+        bench.folder / "cache", budget_bytes=GiB, reader=bench.store, patience_s=0
+    )
+    stored_before = set(bench.store.objects)
+
+    gate = Gate()
+    with (
+        bench.prepared(base, one) as once,
+        bench.prepared(base, two, on=once, gate=gate) as twice,
+    ):
+        assert set(bench.store.objects) - stored_before <= {key for key, _ in first.objects}
+        assert once is not None
+        assert once.put() == first
+        gate.open()
+        assert twice is not None
+        assert twice.put() == second
 
 
 def test_a_commit_fetches_only_the_leaves_that_it_changes(bench: Bench) -> None:

@@ -15,9 +15,11 @@ import pytest
 
 from common.units import KiB, MiB
 from hosts.keeper import Keeper
+from hosts.volumes.ahead import FEW
+from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.commit import Commit
 from hosts.volumes.disk import Disk
-from hosts.volumes.disks import WAITS_LONG_S, Disks
+from hosts.volumes.disks import WAITS_LONG_S, Cut, Disks
 from hosts.volumes.errors import StoreUnavailable
 from hosts.volumes.failpoints import VARIABLE
 from hosts.volumes.naming import parse_key
@@ -35,12 +37,17 @@ class SlowStore:
 
     def __init__(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
+        self.fails = False
         self.reached = threading.Event()
+        self.asked: list[str] = []
         put_new = host.disks._store.put_new
 
         def wait_and_put(key: str, body: bytes) -> None:
+            self.asked.append(key)
             self.reached.set()
             assert self._open.wait(WAIT_S)
+            if self.fails:
+                raise StoreUnavailable("Failing, as told.")
             put_new(key, body)
 
         monkeypatch.setattr(host.disks._store, "put_new", wait_and_put)
@@ -289,6 +296,153 @@ def test_packs_are_rewritten_although_nothing_was_written(host: Host) -> None:
         host.empty_cache()
         host.check(guest)
     assert host.disks.commit(host.volume_id, host.publish) is None
+
+
+# -- the next commit is prepared while the last is on its way ----------------------------
+
+
+def far_ahead(host: Host) -> None:
+    """Prepare the next commit as soon as anything is written."""
+    host.config = replace(host.config, ahead_bytes=1)
+    host.disks = Disks(host.config)
+
+
+def test_the_next_commit_is_encoded_while_the_last_is_on_its_way_and_put_after_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far_ahead(host)
+    base = host.import_base()
+    store = SlowStore(host, monkeypatch)
+    encoded = prepared_ahead(monkeypatch)
+    published: list[Commit] = []
+
+    def publish(commit: Commit) -> None:
+        published.append(commit)
+        host.publish(commit)
+
+    with host.attach() as guest:
+        host.write(guest, 0, os.urandom(MiB))
+        with in_background(
+            lambda: host.disks.checkpoint(host.volume_id, publish, background=True)
+        ) as done:
+            assert store.reached.wait(WAIT_S)
+            host.write(guest, 5 * MiB, os.urandom(MiB))
+            assert encoded.wait(WAIT_S), "it was not prepared"
+            assert len(store.asked) == 1, "it was put too early"
+            store.open()
+        assert done[0] == published[-1]
+        assert [commit.base_root_key for commit in published] == [
+            base.root_key,
+            published[0].root_key,
+        ]
+        assert [commit.blocks_changed for commit in published] == [16, 16]
+        assert len(host.overlay_files()) == 1
+        assert not host.disks.has_written(host.volume_id)
+    host.lose()
+    with host.attach() as guest:
+        host.check(guest)
+
+
+def prepared_ahead(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a commit was prepared while another was on its way."""
+    encoded = threading.Event()
+    monkeypatch.setattr(
+        "hosts.volumes.disks.reach",
+        lambda name: encoded.set() if name == "ahead.encoded" else None,
+    )
+    return encoded
+
+
+def test_of_a_commit_that_was_prepared_on_one_that_failed_nothing_is_put(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far_ahead(host)
+    host.import_base()
+    encoded = prepared_ahead(monkeypatch)
+    store = SlowStore(host, monkeypatch)
+    store.fails = True
+
+    def fails() -> bool:
+        with pytest.raises(StoreUnavailable):
+            host.disks.checkpoint(host.volume_id, host.publish, background=True)
+        return True
+
+    with host.attach() as guest:
+        host.write(guest, 0, os.urandom(MiB))
+        with in_background(fails):
+            assert store.reached.wait(WAIT_S)
+            host.write(guest, 5 * MiB, os.urandom(MiB))
+            assert encoded.wait(WAIT_S)
+            store.open()
+        assert len(store.asked) == 1
+        assert len(host.overlay_files()) == 3
+
+        store.fails = False
+        commit = host.disks.checkpoint(host.volume_id, host.publish, background=True)
+        assert commit is not None
+        assert commit.blocks_changed == 32
+        assert len(host.overlay_files()) == 1
+    host.lose()
+    with host.attach() as guest:
+        host.check(guest)
+
+
+def test_a_cut_while_the_next_commit_is_prepared_has_all_of_its_moment_and_no_more(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far_ahead(host)
+    host.import_base()
+    encoded = prepared_ahead(monkeypatch)
+    store = SlowStore(host, monkeypatch)
+    was_cut = threading.Event()
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        yield
+        was_cut.set()
+
+    with host.attach() as guest:
+        host.write(guest, 0, os.urandom(MiB))
+        with in_background(
+            lambda: host.disks.checkpoint(host.volume_id, host.publish, background=True)
+        ):
+            assert store.reached.wait(WAIT_S)
+            host.write(guest, 5 * MiB, os.urandom(MiB))
+            assert encoded.wait(WAIT_S)
+            host.write(guest, 7 * MiB, b"before the cut")
+            with in_background(
+                lambda: host.disks.cut(host.volume_id, host.publish, around_cut=held)
+            ) as cut:
+                assert was_cut.wait(5), "the cut waited for the upload"
+                guest.write(7 * MiB, b"after  the cut")
+                store.open()
+        assert isinstance(cut[0], Cut)
+        assert cut[0].root_key == host.head
+    host.lose()
+    with host.attach() as guest:
+        host.check(guest)
+
+
+def test_a_fast_writer_leaves_the_thread_that_stores_it_to_others_now_and_then(
+    host: Host,
+) -> None:
+    far_ahead(host)
+    host.import_base()
+    published: list[str] = []
+
+    def publish(commit: Commit) -> None:
+        host.publish(commit)
+        published.append(commit.root_key)
+        before = len(host.overlay_files())
+        host.write(guest, len(published) * MiB, os.urandom(BLOCK_BYTES))
+        if len(published) < FEW:
+            eventually(lambda: len(host.overlay_files()) > before)
+
+    with host.attach() as guest:
+        host.write(guest, 0, os.urandom(MiB))
+        host.disks.checkpoint(host.volume_id, publish, background=True)
+        assert len(published) == FEW
+        assert host.disks.has_written(host.volume_id)
 
 
 # -- layers ------------------------------------------------------------------------------
