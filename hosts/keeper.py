@@ -38,9 +38,6 @@ LOOK_EVERY_S = 0.5
 
 COMMIT_EVERY_S = 10.0
 
-SOON_SHARE = 0.125
-"""A log with more than this share of its budget is stored without waiting."""
-
 ASK_AGAIN_S = (10.0, 10.0, 20.0, 40.0)
 """How long after each fruitless try for a commit the next is asked for."""
 
@@ -239,7 +236,7 @@ class Keeper:
             return
         if kept.since is None:
             kept.since = now
-        soon = one.log_bytes >= SOON_SHARE * self._disks.config.log_budget_bytes
+        soon = one.log_bytes >= self._disks.config.soon_bytes
         is_old = now - kept.since >= self._commit_every_s
         if not (is_old or soon) or now < kept.ask_at:
             return

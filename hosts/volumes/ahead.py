@@ -3,11 +3,12 @@
     cut 1  read, encode ── put packs, index ── publish ── fold, drop
     cut 2                         read, encode ───────┤ put packs, index ── publish ──
 
-The second is cut when there is enough to be worth it and the first has but a few packs left
-to put, and is read and encoded from the first as it will be. Nothing of it is put, and
-nothing is said of it in the state file but the cut, before the first is the head: whatever
-ends this leaves what a cut beside an upload leaves, frozen overlays of which the lowest may
-be stored.
+The second is cut when so much is written that it would be stored at once anyway and the first
+has but a few packs left to put, and is read and encoded from the first as it will be. (Cut
+sooner, commits would be smaller and each write wait for one more of them.) Nothing of it is
+put, and nothing is said of it in the state file but the cut, before the first is the head:
+whatever ends this leaves what a cut beside an upload leaves, frozen overlays of which the
+lowest may be stored.
 """
 
 import logging
@@ -18,22 +19,19 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from hosts.volumes.commit import PACK_BYTES, Prepared
+from hosts.volumes.commit import Prepared
 from hosts.volumes.uploads import UPLOADS, Gate
 
 log = logging.getLogger(__name__)
 
-AHEAD_BYTES = 2 * PACK_BYTES
-"""What a commit must have for it to be worth preparing: less is encoded in no time."""
-
-PACKS_LEFT = UPLOADS // 2
+PACKS_LEFT = UPLOADS // 4
 """The next is cut once the last has no more packs to put: late, so that it has much in it,
 and while there is room in memory for some of its own."""
 
 FEW = 4
 """So many commits may follow one another without anybody asking whether another disk waits."""
 
-_LOOK_EVERY_S = 0.1
+_LOOK_EVERY_S = 0.05
 
 
 @dataclass
@@ -59,7 +57,7 @@ class Ahead:
         """Begin to look.
 
         Args:
-            is_wanted: asked in the thread, ten times a second, until it is.
+            is_wanted: asked in the thread, twenty times a second, until it is.
             prepare: entered in the thread; what it gives is given up when it is left.
         """
         self._is_wanted = is_wanted

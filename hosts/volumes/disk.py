@@ -14,7 +14,6 @@ from uuid import UUID
 
 from common.units import MiB
 from hosts.volumes import layers
-from hosts.volumes.ahead import AHEAD_BYTES
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.commit import Commit, Prepared, open_root, prepare_overlays
 from hosts.volumes.disk_state import DiskState
@@ -35,7 +34,13 @@ from hosts.volumes.keys import Keyring, KeySource, PlainKeys
 from hosts.volumes.locks import locked
 from hosts.volumes.naming import ObjectName, parse_key
 from hosts.volumes.objects import ObjectStore, StoreConfig
-from hosts.volumes.pacing import DEFAULT_BUDGET_BYTES, FREE_SHARE, NO_LIMITS, Limits
+from hosts.volumes.pacing import (
+    DEFAULT_BUDGET_BYTES,
+    FREE_SHARE,
+    NO_LIMITS,
+    SOON_SHARE,
+    Limits,
+)
 from hosts.volumes.qcow2 import open_overlay
 from hosts.volumes.qcow2_writer import write_empty
 from hosts.volumes.qmp import TIMEOUT_S, Qmp, QmpRefused
@@ -92,8 +97,13 @@ class DisksConfig:
     """What the overlays of one disk may take; its writer is slowed before that."""
     layer_budget_bytes: int = DEFAULT_LAYER_BUDGET_BYTES
     """What the local layer of one disk may take before it is begun anew; 0: no layers."""
-    ahead_bytes: int = AHEAD_BYTES
-    """The next commit is prepared while the last is on its way, once it has so much."""
+    soon_share: float = SOON_SHARE
+    """Once so much of the budget is written, it is stored without waiting; what is written
+    beside that is cut and prepared while the last commit is on its way."""
+
+    @property
+    def soon_bytes(self) -> int:
+        return int(self.soon_share * self.log_budget_bytes)
 
     @property
     def cache_dir(self) -> Path:
@@ -528,7 +538,7 @@ class Disk:
         """Tell whether enough was written since the last cut for another to be prepared."""
         path = self.daemon.overlay_path(self._require().active)
         found = path.stat()
-        return _is_written(found) and found.st_blocks * 512 >= self._config.ahead_bytes
+        return _is_written(found) and found.st_blocks * 512 >= self._config.soon_bytes
 
     def _cut(self, qmp: Qmp, around_cut: AroundCut) -> None:
         state = self._require()

@@ -19,6 +19,9 @@ from common.units import GiB, KiB, MiB
 
 DEFAULT_BUDGET_BYTES = 2 * GiB
 
+SOON_SHARE = 0.125
+"""A log with more than this share of its budget is stored without waiting."""
+
 FREE_SHARE = 0.25
 """Below this share of the budget nothing is limited."""
 

@@ -62,6 +62,9 @@ _PATIENCE_S = 90
 
 CHECKPOINT, COMMIT, ATTACH, DETACH = "checkpoint", "commit", "attach", "detach"
 BACKGROUND = "background"
+AHEAD = "ahead"
+"""In the background, with the next commit prepared before the first is published."""
+RUNNING = (CHECKPOINT, AHEAD)
 WRITER, EXPORT, DAEMON = "writer", "export", "daemon"
 CHECKED_WELL, CHECKED_LEAKS = 0, 3
 """Of `qemu-img check`."""
@@ -99,8 +102,12 @@ def crashes() -> list[Crash]:
     for name in NAMES:
         for operation in _operations(name):
             found.append(Crash(f"{name} ({operation})", operation, name))
-            if operation == CHECKPOINT:
-                found.append(Crash(f"{name} (host)", operation, name, kills=(EXPORT, DAEMON)))
+            if operation in RUNNING:
+                found.append(
+                    Crash(
+                        f"{name} ({operation}, host)", operation, name, kills=(EXPORT, DAEMON)
+                    )
+                )
             if operation != DETACH:
                 lost = Crash(
                     f"{name} ({operation}, host lost)",
@@ -113,16 +120,24 @@ def crashes() -> list[Crash]:
     return found
 
 
+OPERATIONS = {
+    "attach": (ATTACH,),
+    "rotate": (CHECKPOINT,),
+    "ahead": (AHEAD,),
+    "commit": (CHECKPOINT, COMMIT),
+    "commit.stopped": (COMMIT,),
+    "commit.settled": (COMMIT,),
+    "publish": (*RUNNING, COMMIT),
+    "fold": RUNNING,
+    "drop": RUNNING,
+    "detach": (DETACH,),
+}
+"""Which operations go through a failpoint, by its name or what that begins with."""
+
+
 def _operations(failpoint: str) -> tuple[str, ...]:
-    """Say which operations go through a failpoint."""
-    head = failpoint.partition(".")[0]
-    if failpoint in {"commit.stopped", "commit.settled"}:
-        return (COMMIT,)
-    if head in {"attach", "detach"}:
-        return (head,)
-    if head in {"rotate", "fold", "drop"}:
-        return (CHECKPOINT,)
-    return (CHECKPOINT, COMMIT) if head in {"commit", "publish"} else ()
+    of_its_kind = OPERATIONS.get(failpoint.partition(".")[0], ())
+    return OPERATIONS.get(failpoint, of_its_kind)
 
 
 @dataclass(frozen=True)
@@ -374,11 +389,11 @@ class Life:
 
     def _recover_worker(self, crash: Crash) -> None:
         """The guest goes on; whoever comes next finishes what was begun."""
-        if crash.operation == CHECKPOINT and self.random.random() < 0.3:  # noqa: PLR2004
+        if crash.operation in RUNNING and self.random.random() < 0.3:  # noqa: PLR2004
             # It is put to sleep instead.
             self.put_away()
             self.attach()
-        elif crash.operation == CHECKPOINT:
+        elif crash.operation in RUNNING:
             if crash.kills:
                 self.must(ATTACH)
             self.write(5, 30)

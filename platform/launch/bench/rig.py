@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 from uuid import UUID, uuid4
 
 from common.units import KiB, MiB
@@ -94,7 +95,7 @@ class Volume:
 class Host:
     """A host that lives in a folder."""
 
-    def __init__(self, folder: Path, store: StoreConfig) -> None:
+    def __init__(self, folder: Path, store: StoreConfig, **more: Any) -> None:
         self.folder = folder
         self.store = store
         self.objects = S3ObjectStore(store)
@@ -105,6 +106,7 @@ class Host:
                 store=store,
                 cache_budget_bytes=CACHE_BYTES,
                 keys=KeyOfItsNumber(),
+                **more,
             )
         )
 
@@ -132,11 +134,11 @@ class Host:
 
 
 @contextmanager
-def host(folder: Path, store: StoreConfig, name: str = "h") -> Iterator[Host]:
+def host(folder: Path, store: StoreConfig, name: str = "h", **more: Any) -> Iterator[Host]:
     """Have a host for a while; nothing of it is left."""
     path = folder / name
     path.mkdir()
-    one = Host(path, store)
+    one = Host(path, store, **more)
     try:
         yield one
     finally:

@@ -15,8 +15,10 @@ from random import Random
 from secrets import token_hex
 
 from common.units import KiB, MiB
+from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.commit import PACK_BYTES, Commit
 from hosts.volumes.objects import StoreConfig
+from hosts.volumes.pacing import SOON_SHARE
 from hosts.volumes.store import S3ObjectStore
 from launch.bench.figures import Figure
 from launch.bench.nbd import WRITE, Nbd
@@ -32,6 +34,13 @@ RAW_UPLOADS = 8
 STALL_AIM_MS = 10.0
 COMMIT_EVERY_S = 2.0
 """Five times as often as the platform does, so that a short run has some."""
+
+FAR_S = 0.25
+"""What each request to a store takes that is far away, or busy."""
+
+QUICK_BYTES_PER_S = 64 * MiB
+SMALL_LOG_BYTES = 512 * MiB
+NEVER = 1000.0
 
 INTERVAL_S = 10
 INTERVALS_AN_HOUR = 3600 // INTERVAL_S
@@ -233,6 +242,75 @@ def _write_beside(volume: Volume, scale: Scale, *, pace: float, commits: bool) -
         if commits and time.monotonic() < until:
             volume.host.disks.checkpoint(volume.volume_id, volume.publish, background=True)
     return writer.stop()
+
+
+def ahead(store: StoreConfig, folder: Path, scale: Scale) -> Iterator[Figure]:
+    """What is stored of a fast writer, with commits prepared ahead and without."""
+    image = make_image(folder / "image", 4 * MiB)
+    samples = Samples()
+    with faulty(store, Faults(share=0, delay_s=FAR_S)) as far:
+        for number in range(1, scale.rounds + 1):
+            for name, share in (("ahead", SOON_SHARE), ("in turn", NEVER)):
+                with (
+                    step(f"store {name}, round {number} of {scale.rounds}"),
+                    host(
+                        folder,
+                        far,
+                        f"{name} {number}",
+                        log_budget_bytes=SMALL_LOG_BYTES,
+                        soon_share=share,
+                    ) as one,
+                ):
+                    volume = one.volume(one.import_image(image, 16 * scale.data_bytes))
+                    volume.attach()
+                    ages_s, rate = _ages_when_stored(volume, scale)
+                    samples.add(name, statistics.median(ages_s))
+                    samples.add(f"{name}, rate", rate)
+    yield Figure(
+        bench=BENCH,
+        name="age of a commit's oldest write as it is stored, prepared ahead, against in turn",
+        value=samples["ahead"],
+        baseline=samples["in turn"],
+        unit="s",
+    )
+    yield Figure(
+        bench=BENCH,
+        name="bytes stored of it in that time, prepared ahead, against in turn",
+        value=samples["ahead, rate"],
+        baseline=samples["in turn, rate"],
+        unit="MiB/s",
+    )
+
+
+def _ages_when_stored(volume: Volume, scale: Scale) -> tuple[list[float], float]:
+    """Store what a writer writes at a pace, for a while.
+
+    Returns: the age of the oldest write of each commit as that is published, in seconds, and
+        MiB stored a second.
+    """
+    published: list[tuple[float, int]] = []
+
+    def publish(commit: Commit) -> None:
+        volume.publish(commit)
+        published.append((time.monotonic(), commit.blocks_changed * BLOCK_BYTES))
+
+    started = time.monotonic()
+    writer = Hurried(
+        volume.socket,
+        16 * scale.data_bytes,
+        write_bytes=256 * KiB,
+        depth=4,
+        pace=QUICK_BYTES_PER_S,
+    )
+    while time.monotonic() < started + scale.seconds or not published:
+        volume.host.disks.checkpoint(volume.volume_id, publish, background=True)
+    writer.stop()
+    ages_s, stored_bytes = [], 0
+    for published_at, size_bytes in published:
+        # It writes in order, so what was stored tells when the first that was not was written.
+        ages_s.append(published_at - started - stored_bytes / QUICK_BYTES_PER_S)
+        stored_bytes += size_bytes
+    return ages_s, stored_bytes / MiB / (published[-1][0] - started)
 
 
 def rotation(store: StoreConfig, folder: Path, scale: Scale) -> Iterator[Figure]:

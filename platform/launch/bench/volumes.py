@@ -7,7 +7,7 @@ from pathlib import Path
 from hosts.volumes.objects import StoreConfig
 from launch.bench.figures import Figure
 from launch.bench.rig import Scale
-from launch.bench.volume_commits import background, requests, rotation, upload
+from launch.bench.volume_commits import ahead, background, requests, rotation, upload
 from launch.bench.volume_io import io
 from launch.bench.volume_others import others
 from launch.bench.volume_size import footprint, retained
@@ -18,6 +18,7 @@ PARTS: Mapping[str, Part] = {
     "io": io,
     "upload": upload,
     "background": background,
+    "ahead": ahead,
     "rotation": rotation,
     "retained": retained,
     "requests": requests,

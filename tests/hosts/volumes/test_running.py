@@ -303,7 +303,7 @@ def test_packs_are_rewritten_although_nothing_was_written(host: Host) -> None:
 
 def far_ahead(host: Host) -> None:
     """Prepare the next commit as soon as anything is written."""
-    host.config = replace(host.config, ahead_bytes=1)
+    host.config = replace(host.config, soon_share=0)
     host.disks = Disks(host.config)
 
 
