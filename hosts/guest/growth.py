@@ -14,6 +14,7 @@ Looks are seldom while nothing is written, and up to 20 a second under a fast wr
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -155,7 +156,7 @@ class Growth:
             if status:
                 self._not_before_s = time.monotonic() + self._retry_s
                 self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
-                reply(_FAILED)
+                reply(_failure(status))
                 return
             self._retry_s = _FIRST_RETRY_S
             self._takes_s = max(time.monotonic() - began_s, self._takes_s / 2)
@@ -166,12 +167,16 @@ class Growth:
         self._loop.await_child(pid, grown)
 
 
-_FAILED = {
-    "ok": False,
-    "error": {"code": "failed", "message": "the file system was not enlarged"},
-}
+def _failure(status: int) -> dict[str, Any]:
+    code = os.waitstatus_to_exitcode(status)
+    reason = os.strerror(code) if 0 < code < spawn.NO_ERRNO else f"it ended with {code}"
+    message = f"the file system was not enlarged: {reason}"
+    return {"ok": False, "error": {"code": "failed", "message": message}}
 
 
 def _report(answer: dict[str, Any]) -> None:
-    said = f"now has {answer['size_bytes']} bytes" if answer["ok"] else "could not be enlarged"
-    sys.stderr.write(f"sandkeep: the file system {said}\n")
+    if answer["ok"]:
+        said = f"the file system now has {answer['size_bytes']} bytes"
+    else:
+        said = answer["error"]["message"]
+    sys.stderr.write(f"sandkeep: {said}\n")

@@ -124,15 +124,24 @@ def start_quietly(argv: list[str]) -> int:
     return pid
 
 
+NO_ERRNO = 255
+"""What a child of `fork_call` exits with when what it raised has no number."""
+
+
 def fork_call(act: Callable[[], None]) -> int:
-    """Run a function that may block in a child of its own; it exits 0, or 1 if it raised."""
+    """Run a function that may block in a child of its own.
+
+    It exits with 0, or if it raised, with the system's number of the error or `NO_ERRNO`.
+    """
     pid = os.fork()
     if pid == 0:
-        code = 1
+        code = NO_ERRNO
         try:
             _restore_signals()
             act()
             code = 0
+        except OSError as error:
+            code = error.errno or code
         finally:
             os._exit(code)
     return pid

@@ -1,12 +1,16 @@
 """Growth of the root file system, in a simulated time in which a writer and it race."""
 
+import errno
 import heapq
 import itertools
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from hosts.guest import spawn
 from hosts.guest.contexts import Rejected
 from hosts.guest.growth import GIB, MIB, Growth
 from hosts.guest.loop import Timer
@@ -25,6 +29,7 @@ class Simulation:
         self.bytes_per_s = 0.0
         self.takes_s = 0.3
         self.works = True
+        self.status = 256
         self.full_at: list[float] = []
         self.grown_to: list[int] = []
         self.looks = 0
@@ -46,7 +51,7 @@ class Simulation:
             if self.works:
                 self.span = self._wanted
                 self.grown_to.append(self.span)
-            ended(0 if self.works else 256)
+            ended(0 if self.works else self.status)
 
         self.later(self.takes_s, end)
 
@@ -188,6 +193,43 @@ def test_growth_that_fails_is_tried_again_ever_more_seldom(
     disk.pass_s(600)
 
     assert 8 <= len(asked) <= 16
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (errno.EBUSY << 8, "Device or resource busy"),
+        (spawn.NO_ERRNO << 8, "it ended with 255"),
+        (signal.SIGSEGV, "it ended with -11"),
+    ],
+)
+def test_growth_that_fails_says_why(disk: Simulation, status: int, reason: str) -> None:
+    disk.works, disk.status = False, status
+    answers: list[dict[str, Any]] = []
+    disk.begin().grow({"size_bytes": 8 * GIB}, answers.append)
+    disk.pass_s(1)
+
+    message = f"the file system was not enlarged: {reason}"
+    assert answers == [{"ok": False, "error": {"code": "failed", "message": message}}]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (OSError(errno.EBUSY, "busy"), errno.EBUSY),
+        (OSError("odd"), spawn.NO_ERRNO),
+        (ValueError("odd"), spawn.NO_ERRNO),
+    ],
+)
+def test_a_child_tells_the_number_of_the_error(error: Exception | None, code: int) -> None:
+    def act() -> None:
+        if error:
+            raise error
+
+    _, status = os.waitpid(spawn.fork_call(act), 0)
+
+    assert os.waitstatus_to_exitcode(status) == code
 
 
 def test_a_frozen_file_system_is_left_alone(disk: Simulation) -> None:

@@ -1,10 +1,12 @@
 """The real images, booted by QEMU: what only a whole machine can show."""
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import asyncssh
@@ -239,6 +241,47 @@ async def test_a_disk_that_is_full_at_its_ceiling_refuses_and_boots_again(
 
     assert stats["ceiling_bytes"] == made.size_bytes + 256 * MIB
     assert stats["disk_free_bytes"] < 20 * MIB
+    assert file_system_check(guest).returncode == 0
+
+
+CUT_WHILE_GROWING = """
+import os, sys
+def span_blocks():
+    block = os.pread(disk, 1024, 1024)
+    return int.from_bytes(block[4:8], 'little')
+disk = os.open('/dev/vda', os.O_RDONLY)
+kept = os.open('/root/kept', os.O_WRONLY | os.O_CREAT)
+trigger = os.open('/proc/sysrq-trigger', os.O_WRONLY)
+started = span_blocks()
+print('ready', flush=True)
+while span_blocks() < started + 2 * 32768:
+    pass
+os.write(kept, b'kept')
+os.fsync(kept)
+os.write(trigger, b'b')
+"""
+"""Commits the journal once groups of 32,768 blocks were added, and resets at once."""
+
+
+async def test_growth_that_only_the_journal_holds_goes_on_at_the_next_start(
+    tmp_path: Path,
+) -> None:
+    guest = new_guest(tmp_path, size_bytes=TARGET_BYTES)
+    made = make_small(tmp_path, guest, spare_bytes=2 * GIB)
+    with guest.running() as process:
+        async with await guest.connect() as connection:
+            waiter = await connection.create_process(f"python3 -c {quote(CUT_WHILE_GROWING)}")
+            assert await waiter.stdout.readline() == "ready\n"
+            with pytest.raises(AgentSilent):
+                await asyncio.to_thread(guest.channel.grow, TARGET_BYTES)
+        process.wait(60)
+
+    with guest.running():
+        between = guest.channel.stats()
+        grown_bytes = guest.channel.grow(TARGET_BYTES)
+        guest.channel.prepare_stop(20)
+
+    assert made.size_bytes < between["span_bytes"] < TARGET_BYTES - GIB < grown_bytes
     assert file_system_check(guest).returncode == 0
 
 
