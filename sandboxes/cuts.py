@@ -72,7 +72,7 @@ def want_cut(
         WrongState: there will be none.
     """
     if sandbox.state in NEVER:
-        raise WrongState(sandbox.wire_status, "a snapshot")
+        raise WrongState(sandbox.wire_status, what="be kept as a snapshot")
     cut = Cut(sandbox=sandbox, consistency=consistency)
     if sandbox.state == State.PAUSED and sandbox.volume.attached_for == Volume.Purpose.NONE:
         now = timezone.now()

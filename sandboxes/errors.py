@@ -10,13 +10,14 @@ _SHOWN_CHARS = 200
 class WrongState(Refused):
     code = "conflict"
 
-    def __init__(self, state: str, wanted: str) -> None:
+    def __init__(self, state: str, wanted: str = "", *, what: str = "") -> None:
+        """Refuse a state, or what else cannot be done: "cannot <what>."."""
         super().__init__(state, wanted)
         self.state = state
-        self.wanted = wanted
+        self.what = what or f"become {wanted}"
 
     def __str__(self) -> str:
-        return f"A sandbox that is {self.state} cannot become {self.wanted}."
+        return f"A sandbox that is {self.state} cannot {self.what}."
 
 
 class QuotaExceeded(Refused):

@@ -333,7 +333,7 @@ def update_memory(*, sandbox: Sandbox, memory_bytes: int, by: Doer | None = None
         if sandbox.memory_bytes == memory_bytes:
             return sandbox
         if sandbox.state not in (State.RUNNING, State.PAUSED):
-            raise WrongState(sandbox.wire_status, "given another size of memory")
+            raise WrongState(sandbox.wire_status, what="be given another size of memory")
         sandbox.memory_bytes = memory_bytes
         sandbox.save(update_fields=["memory_bytes", "updated_at"])
         record(sandbox, "update", by, memory_bytes=memory_bytes)
@@ -351,7 +351,7 @@ def checkpoint_sandbox(*, sandbox: Sandbox) -> None:
         WrongState: it does not run.
     """
     if sandbox.state != State.RUNNING:
-        raise WrongState(sandbox.wire_status, "checkpointed")
+        raise WrongState(sandbox.wire_status, what="be checkpointed")
     with transaction.atomic():
         send_to_host(actors.checkpoint_sandbox, sandbox, sandbox.host)
 
@@ -368,7 +368,7 @@ def request_files(*, sandbox: Sandbox) -> None:
     with transaction.atomic():
         sandbox = locked(sandbox)
         if sandbox.state != State.PAUSED:
-            raise WrongState(sandbox.wire_status, "read while paused")
+            raise WrongState(sandbox.wire_status, what="have the files of its sleep opened")
         volume = sandbox.volume
         if volume.files_ready_at is not None:
             return
@@ -414,7 +414,7 @@ def record(sandbox: Sandbox, act: str, by: Doer | None, **attributes: object) ->
 def refuse_if_ending(sandbox: Sandbox) -> None:
     """Raise WrongState where the sandbox is being deleted."""
     if sandbox.state in (State.TERMINATING, State.DELETED):
-        raise WrongState(sandbox.wire_status, "changed")
+        raise WrongState(sandbox.wire_status, what="be changed")
 
 
 def send_to_host(actor: actors.HostActor, subject: Sandbox | str, host: Host | None) -> None:

@@ -313,7 +313,7 @@ def _restore_if_closed(
     with transaction.atomic():
         sandbox = locked(sandbox)
         if sandbox.state != State.PAUSED:
-            raise WrongState(sandbox.wire_status, "restored; pause it first")
+            raise WrongState(sandbox.wire_status, what="be restored; pause it first")
         snapshot = None if snapshot_id is None else held_snapshot(sandbox.team, snapshot_id)
         if snapshot is not None:
             wanted = snapshot.generation

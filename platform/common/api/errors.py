@@ -110,7 +110,8 @@ def _invalid(error: exceptions.ValidationError) -> Response:
         details.setdefault(path, []).append(message)
     path, messages = next(iter(details.items()), ("", ["The request is not valid."]))
     message = f"{path}: {messages[0]}" if path else messages[0]
-    return _answer(400, "bad_request", message, details=details)
+    details.pop("", None)  # it is about the whole, and the message has it
+    return _answer(400, "bad_request", message, details=details or None)
 
 
 def _flatten(detail: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -89,6 +89,7 @@ def test_the_sdk_restores_a_paused_sandbox(
     with pytest.raises(APIError) as refused:
         sdk.sandboxes.restore_rootfs(running.id, wish)
     assert (refused.value.status_code, refused.value.code) == (409, "conflict")
+    assert "that is running cannot be restored; pause it first" in str(refused.value)
     write(at_once, running)
     sdk.sandboxes.pause_and_wait(running.id)
 
@@ -151,6 +152,18 @@ def test_the_sdk_waits_for_a_template_of_a_sandbox(
 def creation_of(template: Any) -> dict[str, str]:
     creation = template.status.creation
     return {"state": str(creation.state), "stage": str(creation.stage)}
+
+
+def test_a_restore_to_nothing_is_refused_and_names_no_field_without_a_name(
+    http: httpx.Client, at_once: FakeHost, running: Sandbox
+) -> None:
+    response = http.post(f"/sandboxes/{running.id}/rootfs/restore", json={})
+
+    assert response.status_code == 400
+    assert response.json()["error"] == {
+        "code": "bad_request",
+        "message": "Give either snapshot_id or generation.",
+    }
 
 
 def test_the_sdk_is_told_that_there_is_nothing_to_rebase_to(
