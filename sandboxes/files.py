@@ -11,11 +11,13 @@ import asyncio
 import posixpath
 import secrets
 import stat
+import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TypeVar
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import asyncssh
 from asyncssh import SFTPAttrs, SFTPClient
@@ -36,6 +38,7 @@ from sandboxes.errors import (
     PathNotFile,
 )
 from sandboxes.filenames import to_bytes, to_text
+from sandboxes.listings import Shelf, Spool
 
 MAX_FILE_BYTES = 16 * GiB
 # What is answered as JSON is held in memory, twice.
@@ -61,6 +64,8 @@ MAX_LINKS_READ = 1_000
 # listing that is not paged.
 MAX_LOOKED_UP = 2_000
 UNKNOWN = ""
+KINDS = (UNKNOWN, "file", "dir", "symlink")
+_ATTRIBUTES = struct.Struct("<BHQd")
 AT_ONCE = 32
 
 # A tree that is deeper than this is a loop or an attack.
@@ -70,6 +75,8 @@ NEW_FILE_MODE = 0o644
 NEW_DIRECTORY_MODE = 0o755
 
 T = TypeVar("T")
+
+_shelf = Shelf()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +101,13 @@ class OpenedFile:
 
     size_bytes: int | None
     pieces: AsyncIterator[bytes]
+
+
+class Position(NamedTuple):
+    """Where a page of a directory begins: after a name, of a listing that may be kept."""
+
+    name: bytes
+    listing: bytes = b""
 
 
 def parse_path(text: str, field: str = "path") -> bytes:
@@ -153,32 +167,85 @@ async def list_directory(sftp: SFTPClient, path: bytes) -> tuple[list[FileInfo],
 
 
 async def list_page(
-    sftp: SFTPClient, path: bytes, *, limit: int, after: bytes | None
-) -> tuple[list[FileInfo], bytes | None]:
-    """Return the first entries by name that come after one, and that of the last if more do.
+    sftp: SFTPClient, path: bytes, *, limit: int, after: Position | None, owner: str
+) -> tuple[list[FileInfo], Position | None]:
+    """Return the first entries by name that come after one, and where the next page begins.
 
-    The name need not exist any more: pages neither miss nor repeat what stays. All names
-    are looked at for each page, and no more than two pages' worth is held.
+    The name need not exist any more: pages neither miss nor repeat what stays. A large
+    directory is read for its first page, and kept for those that follow: they show it as it
+    was then. No more than two pages' worth is held in memory.
+
+    Args:
+        owner: whose directory it is, such as a sandbox at a moment.
 
     Raises:
         DirectoryMissing, PathNotDirectory, FilePermissionDenied, FilesLost
     """
+    kept = None if after is None else _shelf.find(owner, path, after.listing)
+    if kept is not None and after is not None:
+        rows = list(islice(kept.after(after.name), limit + 1))
+        first, token = [_unpacked(path, *row) for row in rows], kept.token
+        async with _request(path, missing=DirectoryMissing):
+            await _need_directory(sftp, path)
+    else:
+        name = None if after is None else after.name
+        first, token = await _read_page(sftp, path, limit + 1, name, owner)
+    page = await _described(sftp, first[:limit])
+    return page, Position(page[-1].name, token) if len(first) > limit else None
+
+
+async def _read_page(
+    sftp: SFTPClient, path: bytes, limit: int, after: bytes | None, owner: str
+) -> tuple[list[FileInfo], bytes]:
+    """Read a whole directory for one page; with the token of what is kept of it, if any is."""
     first: list[FileInfo] = []
     after_path = None if after is None else posixpath.join(path, after)
     bound: bytes | None = None
-    async with _directory(sftp, path) as found:
-        async for entry in found:
-            if after_path is not None and entry.path <= after_path:
-                continue
-            if bound is not None and entry.path > bound:
-                continue
-            first.append(entry)
-            if len(first) > 2 * limit:
-                first = _first(first, limit + 1)
-                bound = first[-1].path
-    first = _first(first, limit + 1)
-    page = await _described(sftp, first[:limit])
-    return page, page[-1].name if len(first) > limit else None
+    with _spooled() as spool:
+        async with _directory(sftp, path) as found:
+            async for entry in found:
+                if spool is not None:
+                    spool.add(entry.name, _packed(entry))
+                if after_path is not None and entry.path <= after_path:
+                    continue
+                if bound is not None and entry.path > bound:
+                    continue
+                first.append(entry)
+                if len(first) > 2 * limit:
+                    first = _first(first, limit)
+                    bound = first[-1].path
+        first = _first(first, limit)
+        listing = None if spool is None else await asyncio.to_thread(spool.finish)
+    if listing is None:
+        return first, b""
+    _shelf.keep(owner, path, listing)
+    return first, listing.token
+
+
+@contextmanager
+def _spooled() -> Iterator[Spool | None]:
+    spool = _shelf.start()
+    try:
+        yield spool
+    finally:
+        if spool is not None:
+            _shelf.end(spool)
+
+
+def _packed(entry: FileInfo) -> bytes:
+    kind = KINDS.index(entry.kind)
+    return _ATTRIBUTES.pack(kind, entry.mode, entry.size_bytes, entry.modified_at.timestamp())
+
+
+def _unpacked(path: bytes, name: bytes, rest: bytes) -> FileInfo:
+    kind, mode, size_bytes, modified_at = _ATTRIBUTES.unpack(rest)
+    return FileInfo(
+        path=posixpath.join(path, name),
+        kind=KINDS[kind],
+        size_bytes=size_bytes,
+        mode=mode,
+        modified_at=datetime.fromtimestamp(modified_at, UTC),
+    )
 
 
 def _first(entries: list[FileInfo], count: int) -> list[FileInfo]:

@@ -19,7 +19,7 @@ from accounts.api.views import AsyncTeamView
 from common.api import bodies
 from common.api.database import run_db
 from common.api.envelope import ok
-from sandboxes import files
+from sandboxes import files, listings
 from sandboxes.access import files_of, find_sandbox, with_files
 from sandboxes.api import schema
 from sandboxes.api.bodies import instant
@@ -167,7 +167,9 @@ class FileList(FileView):
         description=(
             f"All of it, or its first {files.MAX_ENTRIES:,} entries and `truncated`. With "
             "`limit` or `cursor` the entries come by name, a page at a time; `next_cursor` of "
-            "the answer is the `cursor` of the next page, and is missing from the last one."
+            "the answer is the `cursor` of the next page, and is missing from the last one. "
+            "Pages neither miss nor repeat what is there all along. Of a large directory they "
+            "may show it as it was at the first page."
         ),
         parameters=[
             schema.PATH,
@@ -183,13 +185,14 @@ class FileList(FileView):
     async def get(self, request: Request, sandbox_id: str) -> Response:
         path = await self.path(sandbox_id, default="/")
         page = _page(self.query())
+        owner = f"{sandbox_id} {self.generation()}"
 
         async def listed(sftp: SFTPClient) -> dict[str, Any]:
             if page is None:
                 entries, is_cut = await files.list_directory(sftp, path)
                 return _listing(entries) | ({"truncated": True} if is_cut else {})
             entries, last = await files.list_page(
-                sftp, path, limit=page.limit, after=page.after
+                sftp, path, limit=page.limit, after=page.after, owner=owner
             )
             return _listing(entries) | ({} if last is None else {"next_cursor": _cursor(last)})
 
@@ -201,7 +204,7 @@ class Page(NamedTuple):
     """Which part of a listing is asked for."""
 
     limit: int
-    after: bytes | None
+    after: files.Position | None
 
 
 def _page(query: dict[str, str]) -> Page | None:
@@ -219,21 +222,25 @@ def _page(query: dict[str, str]) -> Page | None:
         count = int(limit)
     else:
         raise serializers.ValidationError({"limit": [f"It is from 1 to {files.MAX_PAGE}."]})
-    return Page(count, _name_of(cursor) if cursor else None)
+    return Page(count, _position(cursor) if cursor else None)
 
 
-def _name_of(cursor: str) -> bytes:
+def _position(cursor: str) -> files.Position:
+    """Return what a cursor stands for: a name, or a listing's token, a slash and a name."""
     try:
-        name = base64.urlsafe_b64decode(cursor.encode("ascii"))
+        text = base64.urlsafe_b64decode(cursor.encode("ascii"))
     except (ValueError, UnicodeEncodeError):
-        name = b""
-    if not name or len(name) > files.MAX_NAME_BYTES or b"/" in name or b"\0" in name:
+        text = b""
+    token, _, name = text.rpartition(b"/")
+    is_ours = len(token) == (listings.TOKEN_BYTES if b"/" in text else 0)
+    if not is_ours or not 0 < len(name) <= files.MAX_NAME_BYTES or b"\0" in name:
         raise serializers.ValidationError({"cursor": ["It is not from an earlier answer."]})
-    return name
+    return files.Position(name, token)
 
 
-def _cursor(name: bytes) -> str:
-    return base64.urlsafe_b64encode(name).decode()
+def _cursor(position: files.Position) -> str:
+    text = position.listing + b"/" + position.name if position.listing else position.name
+    return base64.urlsafe_b64encode(text).decode()
 
 
 def _listing(entries: list[files.FileInfo]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`…/files`, through the unmodified SDK and plain HTTP, of a sandbox that runs."""
 
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ from sandbox0.errors import APIError
 
 from accounts.models import ApiKey
 from common.units import MiB
-from sandboxes import files
+from sandboxes import files, listings
 from sandboxes.models import Sandbox
 from tests.fakes.guest_link import wait_until
 
@@ -404,6 +405,100 @@ def test_a_directory_is_listed_page_by_page(ask: Files, folder: Path) -> None:
     assert names[:3] == ["00", "00-link", "01"]
     assert pages[0][1]["link_target"] == "00"
     assert pages[2][-1]["type"] == "dir"
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The directories that were read whole; those of five names count as large."""
+    read: list[bytes] = []
+    entries = files._entries
+
+    def noted(sftp: Any, path: bytes) -> Any:
+        read.append(path)
+        return entries(sftp, path)
+
+    monkeypatch.setattr(files, "_entries", noted)
+    monkeypatch.setattr(listings, "MIN_ENTRIES", 5)
+    monkeypatch.setattr(listings, "RUN_ENTRIES", 7)
+    return read
+
+
+def paged(ask: Files, folder: Path, between: Callable[[int], object]) -> list[str]:
+    """Page through a directory three names at a time."""
+    names: list[str] = []
+    query = {"path": str(folder), "limit": "3"}
+    for number in itertools.count():
+        data = ask("GET", "/list", params=query).json()["data"]
+        names += [entry["name"] for entry in data["entries"]]
+        if "next_cursor" not in data:
+            return names
+        query["cursor"] = data["next_cursor"]
+        between(number)
+    raise AssertionError
+
+
+def test_a_large_directory_is_read_once_for_all_of_its_pages(
+    ask: Files, folder: Path, readings: list[bytes]
+) -> None:
+    for number in range(40):
+        (folder / f"{number:02}").touch()
+    (folder / "link").symlink_to("00")
+
+    names = paged(ask, folder, lambda number: None)
+
+    assert names == [f"{number:02}" for number in range(40)] + ["link"]
+    assert len(readings) == 1
+
+
+def test_pages_neither_miss_nor_repeat_what_is_there_all_along(
+    ask: Files, folder: Path, readings: list[bytes]
+) -> None:
+    stays = [f"{number:02}" for number in range(1, 40, 2)]
+    for number in range(40):
+        (folder / f"{number:02}").touch()
+
+    def change(page: int) -> None:
+        (folder / f"{2 * page:02}").unlink()
+        (folder / f"{3 * page:02}-new").touch()
+        if page % 4 == 3:
+            files._shelf.keep_none()
+
+    names = paged(ask, folder, change)
+
+    assert names == sorted(set(names))
+    assert [name for name in names if name in stays] == stays
+    assert 1 < len(readings) <= 6
+
+
+def test_the_first_page_shows_what_is_there_now(
+    ask: Files, folder: Path, readings: list[bytes]
+) -> None:
+    for number in range(10):
+        (folder / f"{number:02}").touch()
+    query = {"path": str(folder), "limit": "3"}
+    ask("GET", "/list", params=query)
+    (folder / "00").unlink()
+
+    again = ask("GET", "/list", params=query).json()["data"]["entries"]
+
+    assert [entry["name"] for entry in again] == ["01", "02", "03"]
+    assert len(readings) == 2
+
+
+def test_a_listing_serves_no_other_directory(
+    ask: Files, folder: Path, readings: list[bytes]
+) -> None:
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        for number in range(10):
+            (folder / f"{name}/{name}{number}").touch()
+    first = ask("GET", "/list", params={"path": f"{folder}/a", "limit": "3"}).json()["data"]
+
+    other = ask(
+        "GET", "/list", params={"path": f"{folder}/b", "cursor": first["next_cursor"]}
+    ).json()["data"]
+
+    assert [entry["name"] for entry in other["entries"]] == [f"b{n}" for n in range(10)]
 
 
 def test_a_page_may_be_the_whole(ask: Files, folder: Path) -> None:
