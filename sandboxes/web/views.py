@@ -248,6 +248,9 @@ def sandbox_delete(request: TeamRequest, sandbox_id: str) -> HttpResponse:
     sandbox = sandbox_or_404(request, sandbox_id)
     services.delete_sandbox(sandbox=sandbox, by=doer(request))
     sandbox.refresh_from_db(fields=["state", "state_changed_at"])
+    if not is_partial(request):
+        # Its own page is gone in a moment.
+        return redirect("sandbox-list")
     if sandbox.state == State.DELETED:
         if request.GET.get("from") == "row":
             return toast(HttpResponse(), f"{sandbox.id} is deleted.")

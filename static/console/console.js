@@ -124,7 +124,13 @@
   document.addEventListener("htmx:responseError", (event) => {
     const { xhr, elt } = event.detail;
     if (elt.dataset.quiet !== undefined && xhr.status !== 404) return;
-    if (xhr.status === 404 && elt.dataset.live) { elt.remove(); return; }
+    if (xhr.status === 404 && elt.dataset.live) {
+      // Without its row the list may be empty, or short of one from the next page.
+      const whole = elt.closest("[data-live-list]");
+      elt.remove();
+      if (whole) refresh(whole);
+      return;
+    }
     const plain = (xhr.getResponseHeader("Content-Type") || "").startsWith("text/plain");
     toast(plain && xhr.responseText ? xhr.responseText : `That did not work (${xhr.status}).`, { bad: true });
   });
@@ -184,15 +190,23 @@
   // pressed, or that asked, would be gone before the answer. It is fetched right after.
   const held = { pressed: false, waiting: new Set() };
   const isHeld = () => held.pressed || $("#confirm").open;
+  const isLive = (element) => element.matches("[data-live], [data-live-list]");
+  const nameOf = (element) => (element.id ? `#${CSS.escape(element.id)}` : `[data-live="${CSS.escape(element.dataset.live)}"]`);
+  const refreshNamed = (name) => $$(name).filter(isLive).forEach(refresh);
+  // A change that comes while what shows it is being fetched may not be in the answer: it is
+  // fetched once more, as whatever then stands in its place.
+  const fetches = new Map();
   const refresh = (element) => {
-    if (isHeld()) held.waiting.add(element);
+    const fetch = fetches.get(nameOf(element));
+    if (isHeld()) held.waiting.add(nameOf(element));
+    else if (fetch) fetch.again = true;
     else window.htmx.trigger(element, element.matches("[data-live-list]") ? "list:changed" : "sandbox:changed");
   };
   const release = () => {
     if (isHeld()) return;
-    const waiting = [...held.waiting].filter((element) => element.isConnected);
+    const waiting = [...held.waiting];
     held.waiting.clear();
-    waiting.forEach(refresh);
+    waiting.forEach(refreshNamed);
   };
   // After the click itself, which comes right behind the release.
   const released = () => { held.pressed = false; setTimeout(release); };
@@ -205,7 +219,22 @@
     const { elt, triggeringEvent } = event.detail.requestConfig;
     if (!isHeld() || !["sandbox:changed", "list:changed"].includes(triggeringEvent?.type)) return;
     event.detail.shouldSwap = false;
-    held.waiting.add(elt);
+    held.waiting.add(nameOf(elt));
+  });
+  document.addEventListener("htmx:beforeSend", (event) => {
+    const { elt, xhr } = event.detail;
+    if (!isLive(elt)) return;
+    const name = nameOf(elt);
+    const fetch = { again: false };
+    fetches.set(name, fetch);
+    xhr.addEventListener("readystatechange", () => {
+      // Something else took its place meanwhile, which the answer does not reach.
+      if (xhr.readyState === XMLHttpRequest.DONE && !elt.isConnected) fetch.again = true;
+    });
+    xhr.addEventListener("loadend", () => {
+      if (fetches.get(name) === fetch) fetches.delete(name);
+      if (fetch.again) refreshNamed(name);
+    });
   });
   const showLive = (on) => {
     for (const element of $$("[data-as-of]")) {

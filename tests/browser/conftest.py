@@ -39,6 +39,12 @@ const headers = JSON.parse(document.body.getAttribute("hx-headers"));
 fetch(path, { method: "POST", headers, body: new URLSearchParams(fields) }).then(
   (answer) => done(answer.status));
 """
+GET = """
+const [path, done] = arguments;
+fetch(path).then((answer) => done(answer.status));
+"""
+GONE_S = 120
+"""A sandbox that is deleted while it boots, on a slow machine."""
 PASSWORD = "a long and quiet sentence"
 
 
@@ -102,6 +108,24 @@ class Person:
         """Send a form as another tab of this person would; returns the status."""
         done: int = self.driver.execute_async_script(POST, path, fields)
         return done
+
+    def gets(self, path: str) -> int:
+        """Ask for a page as another tab of this person would; returns the status."""
+        status: int = self.driver.execute_async_script(GET, path)
+        return status
+
+    def has_lost(self, sandbox_id: str) -> None:
+        """Wait until the platform, whatever this page shows, has nothing of the sandbox."""
+        path = f"/sandboxes/{sandbox_id}/row/"
+        self.wait(lambda _: self.gets(path) == 404, f"the end of {sandbox_id}", GONE_S)
+
+    def has_latency(self, latency_s: float) -> None:
+        """Let each answer be on its way for so long."""
+        self.driver.execute_cdp_cmd("Network.enable", {})
+        line = {"latency": latency_s * 1000, "downloadThroughput": -1, "uploadThroughput": -1}
+        self.driver.execute_cdp_cmd(
+            "Network.emulateNetworkConditions", {"offline": False, **line}
+        )
 
     def run(self, script: str, *args: object) -> Any:
         return self.driver.execute_script(script, *args)

@@ -112,6 +112,23 @@ def test_the_list_is_live(member: Person) -> None:
     assert member.posts("/sandboxes/claim/", **claimed) == 200
     link = member.find("#rows a[href^='/sandboxes/rs-']")
 
-    path = str(link.get_attribute("href")).split("/sandboxes/")[1].strip("/").split("/")[0]
-    assert member.posts(f"/sandboxes/{path}/delete/") < 400
+    sandbox_id = str(link.get_attribute("href")).split("/sandboxes/")[1].split("/")[0]
+    assert member.posts(f"/sandboxes/{sandbox_id}/delete/") < 400
+    member.has_lost(sandbox_id)
+    member.sees("Your first computer to come back to")
+
+
+def test_the_list_shows_what_changed_while_it_was_being_fetched(member: Person) -> None:
+    member.open("/sandboxes/")
+    claimed = {"template_id": "default", "memory_bytes": str(512 * 1024**2)}
+    assert member.posts("/sandboxes/claim/", **claimed) == 200
+    link = member.find("#rows a[href^='/sandboxes/rs-']")
+    sandbox_id = str(link.get_attribute("href")).split("/sandboxes/")[1].split("/")[0]
+
+    # The answer to the first change is on its way for longer than the next change takes.
+    member.has_latency(5)
+    assert member.posts(f"/sandboxes/{sandbox_id}/delete/") < 400
+    member.has_lost(sandbox_id)
+    member.has_latency(0)
+
     member.sees("Your first computer to come back to")

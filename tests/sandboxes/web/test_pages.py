@@ -228,6 +228,16 @@ def test_a_deleted_sandbox_is_in_no_list(paused: Sandbox, alices_browser: Client
     assert alices_browser.get(f"/sandboxes/{paused.id}/").status_code == 404
 
 
+def test_without_scripts_a_deletion_leads_to_the_list(
+    alices_browser: Client, running: Sandbox
+) -> None:
+    response = alices_browser.post(f"/sandboxes/{running.id}/delete/")
+
+    running.refresh_from_db()
+    assert running.state == Sandbox.State.TERMINATING
+    assert (response.status_code, response["Location"]) == (302, "/sandboxes/")
+
+
 def test_the_list_shows_what_a_sandbox_has_cost_this_month(
     running: Sandbox, alices_browser: Client
 ) -> None:
