@@ -31,7 +31,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -281,23 +280,13 @@ class PausedFiles:
     ) -> dict[str, Any]:
         """Start the mount's process, give it its image, and return the line that it says."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs, _pipe() as (reader, writer), ThreadPoolExecutor(1) as beside:
+        with ours, theirs:
             spec = self._spec(volume_id, state_fd, theirs.fileno())
-            started = beside.submit(
-                self._begin, spec, state_fd, theirs.fileno(), writer.fileno()
-            )
-            try:
-                show()
-            finally:
-                process = started.result()
+            with self._launched(spec, state_fd, theirs.fileno()) as reader:
                 theirs.close()
-                writer.close()
-            try:
+                show()
                 _give(image, ours, self._config.first_id)
-                return _read_answer(reader.fileno())
-            finally:
-                if process is not None:
-                    _reap(process)
+                return _read_answer(reader)
 
     @contextmanager
     def _lock_state(self, volume_id: UUID) -> Iterator[int]:
@@ -314,19 +303,25 @@ class PausedFiles:
         finally:
             os.close(fd)
 
-    def _begin(
-        self, spec: str, state_fd: int, image_fd: int, answer: int
-    ) -> subprocess.Popen[bytes] | None:
-        """Start the mount's process, whose answer comes by a pipe.
+    @contextmanager
+    def _launched(self, spec: str, state_fd: int, image_fd: int) -> Iterator[int]:
+        """Start the mount's process; yields the pipe that its answer comes by.
 
-        The starter does it, or where that does not, nor will, a new Python of ours, which is
-        returned.
+        The starter does it, or where that does not, nor will, a new Python.
         """
-        if self._fork(spec, state_fd, image_fd, answer):
-            return None
-        return self._run(
-            paused_mount.__name__, spec, stdout=answer, pass_fds=(state_fd, image_fd)
-        )
+        with _pipe() as (reader, writer):
+            process = None
+            if not self._fork(spec, state_fd, image_fd, writer.fileno()):
+                fds = (state_fd, image_fd)
+                process = self._run(
+                    paused_mount.__name__, spec, stdout=writer.fileno(), pass_fds=fds
+                )
+            writer.close()
+            try:
+                yield reader.fileno()
+            finally:
+                if process is not None:
+                    _reap(process)
 
     def _fork(self, spec: str, state_fd: int, image_fd: int, answer: int) -> bool:
         complaints = self._log()

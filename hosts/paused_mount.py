@@ -593,24 +593,21 @@ def _fork_waiting(
 def _serve_inside(outside: Outside, ready: int) -> None:
     """Go into the mount, give up everything, and serve."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # All that can be done before there is a mount is done by then.
+    image = _enter_mount()
     _limit(memory_bytes=SERVER_MEMORY_BYTES, processes=0)
     resource.setrlimit(resource.RLIMIT_NOFILE, (SERVER_FILES, SERVER_FILES))
+    _drop_capabilities()
     journal = Journal(outside.used, outside.dirty)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
     forbid_imports()
-    with asyncio.Runner() as runner:
-        runner.get_loop()  # makes the sockets that it needs
-        image = _enter_mount()
-        _drop_capabilities()
-        signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
-        async def serve_when_ready() -> None:
-            paused_syscalls.SERVE.load()
-            os.write(ready, b"r")
-            os.close(ready)
-            await serve(outside.listener, journal, outside.settling, image)
+    async def serve_when_ready() -> None:
+        paused_syscalls.SERVE.load()  # the loop has made its sockets by now
+        os.write(ready, b"r")
+        os.close(ready)
+        await serve(outside.listener, journal, outside.settling, image)
 
-        runner.run(serve_when_ready())
+    asyncio.run(serve_when_ready())
 
 
 def _enter_mount() -> int:
@@ -622,7 +619,7 @@ def _enter_mount() -> int:
     """
     outer = os.stat("/").st_dev
     while os.stat("/mnt").st_dev == outer:
-        time.sleep(0.001)
+        time.sleep(0.002)
     image = os.open("/image/disk", os.O_RDWR | os.O_CLOEXEC)
     os.chroot("/mnt")
     os.chdir("/")

@@ -291,7 +291,6 @@ def prepare_overlays(
     cache: ObjectCache,
     keyring: Keyring,
     rewrite: frozenset[ObjectName] = frozenset(),
-    even_if_unchanged: bool = False,
     base_index: Mapping[str, bytes] = MappingProxyType({}),
     room: Room | None = None,
     gate: Gate | None = None,
@@ -307,13 +306,11 @@ def prepare_overlays(
         rewrite: packs that the new generation shall not need: what is left alive in them
             is written anew, or named where the donor has it. Packs of other volumes, such
             as a base's, are left only for a donor's: copies would be as many as forks.
-        even_if_unchanged: make a generation although the device reads as its base.
         base_index: objects of the base that may not be in the store yet.
         room: shared with a commit that is on its way.
         gate: opened once the base is the head. By default it is.
 
-    Yields: None when the device reads exactly as its base, nothing was to be rewritten, and
-        there need not be a generation.
+    Yields: None when the device reads exactly as its base, and nothing was to be rewritten.
 
     Raises:
         StoreUnavailable: call again; what was uploaded is found.
@@ -328,33 +325,35 @@ def prepare_overlays(
             return load_leaf(cache, keyring, base, ref)
         return open_leaf(body[ref.offset : ref.offset + ref.length], ref, keyring)
 
-    packs = rewrite & base.packs.keys()
-    with _Writer(
-        volume_id=volume_id,
-        epoch=epoch,
-        base=base,
-        base_root_key=base_root_key,
-        read_leaf=read_leaf,
-        keyring=keyring,
-        uploads=Uploads(store, cache, room=room or Room(), gate=gate or Gate(is_open=True)),
-        rewrite=packs,
-    ) as writer:
-        # Let go of before anything is put: a file that is dropped takes its space until then.
-        with ExitStack() as stack:
-            layers = [stack.enter_context(open_overlay(path)) for path in overlays]
-            if any(layer.size_bytes != base.size_bytes for layer in layers):
-                raise Corrupt("An overlay has another size than its base.")
-            blocks = _overlaid_blocks(layers, base.size_bytes // BLOCK_BYTES)
-            if packs:
-                donor = _Donor.of(rewrite, packs, cache, keyring)
-                moving = _entries_in(base, read_leaf, packs)
-                reader = VolumeReader(base, ReaderMemory(cache), keyring)
-                _write_moving(writer, _in_order(blocks, moving), donor, reader)
-            else:
-                for number, data in blocks:
-                    writer.write(number, data)
-            prepared = writer.finish(even_if_unchanged=even_if_unchanged)
-        yield prepared
+    with ExitStack() as stack:
+        layers = [stack.enter_context(open_overlay(path)) for path in overlays]
+        if any(layer.size_bytes != base.size_bytes for layer in layers):
+            raise Corrupt("An overlay has another size than its base.")
+        packs = rewrite & base.packs.keys()
+        writer = stack.enter_context(
+            _Writer(
+                volume_id=volume_id,
+                epoch=epoch,
+                base=base,
+                base_root_key=base_root_key,
+                read_leaf=read_leaf,
+                keyring=keyring,
+                uploads=Uploads(
+                    store, cache, room=room or Room(), gate=gate or Gate(is_open=True)
+                ),
+                rewrite=packs,
+            )
+        )
+        blocks = _overlaid_blocks(layers, base.size_bytes // BLOCK_BYTES)
+        if packs:
+            donor = _Donor.of(rewrite, packs, cache, keyring)
+            moving = _entries_in(base, read_leaf, packs)
+            reader = VolumeReader(base, ReaderMemory(cache), keyring)
+            _write_moving(writer, _in_order(blocks, moving), donor, reader)
+        else:
+            for number, data in blocks:
+                writer.write(number, data)
+        yield writer.finish()
 
 
 def _write_moving(

@@ -29,6 +29,7 @@ from hosts.volumes.errors import (
 from hosts.volumes.export_daemon import ExportDaemon
 from hosts.volumes.exports import FetchCounter, Fetched
 from hosts.volumes.failpoints import reach
+from hosts.volumes.index import Root
 from hosts.volumes.keys import Keyring, KeySource, PlainKeys
 from hosts.volumes.locks import locked
 from hosts.volumes.naming import ObjectName, parse_key
@@ -70,8 +71,7 @@ EASE_S = 60
 
 Publish = Callable[[Commit], None]
 """Moves the head. It may be called again with the root that is the head already (the
-process died just after), and must then succeed. It says by `HeadMoved` where the head is when
-that is not what the commit was made from."""
+process died just after), and must then succeed."""
 
 AroundCut = Callable[[], AbstractContextManager[None]]
 """Holds the disk's writer still for as long as a cut takes."""
@@ -164,9 +164,7 @@ class Disk:
         volume_id: UUID,
         store: ObjectStore,
         cache: ObjectCache,
-        *,
         spares: Spares,
-        spare_daemons: Spares,
     ) -> None:
         self._config = config
         self._store = store
@@ -179,15 +177,7 @@ class Disk:
         self._eased_file = self._overlay_dir / "eased"
         self._fetched_here = self._overlay_dir / "fetched"
         self.state = DiskState.read(self._state_file)
-        self._has_fresh_layer = False
-        self._keyring: Keyring | None = None
-        """Of the root that was just opened."""
-        self.daemon = StorageDaemon(
-            self._run_dir,
-            self._overlay_dir,
-            user=config.user,
-            take_spare=spare_daemons.take,
-        )
+        self.daemon = StorageDaemon(self._run_dir, self._overlay_dir, user=config.user)
         self.export = ExportDaemon(
             self._run_dir,
             config.cache_dir,
@@ -258,21 +248,13 @@ class Disk:
         state = self.state
         if state is None or state.epoch != epoch or state.is_put_away:
             return False
-        if state.is_pending(root_key):
-            return True
-        return root_key in (state.root_key, *state.past_root_keys)
+        return root_key in (state.root_key, state.pending_root_key, *state.past_root_keys)
 
-    def attach(
-        self,
-        root_key: str,
-        epoch: int,
-        start_blocks: bytes | None,
-        shown_at: Path | None = None,
-    ) -> None:
+    def attach(self, root_key: str, epoch: int, start_blocks: bytes | None) -> None:
         self._settle_with(root_key, epoch)
         is_new = self.state is None
         if is_new:
-            self._record(root_key, epoch, shown_at)
+            self._record(root_key, epoch)
         state = self._require()
         # Others pass through to the disk's socket; the rest is the daemons' alone.
         self._config.own_dir(self._run_dir, 0o711)
@@ -290,15 +272,10 @@ class Disk:
         self._ensure_export()
         reach("attach.exported")
         if not self.daemon.is_running():
-            self._start_daemon(state, shown_at)
-            reach("attach.served")
-            self._clean_up()
-            return
+            self._start_daemon(state)
         reach("attach.served")
         with self.daemon.connect() as qmp:
             self._reconcile(qmp)
-        if shown_at is not None:
-            self.export_fuse(shown_at)
 
     def _settle_with(self, root_key: str, epoch: int) -> None:
         """Bring what is here into line with the head that the caller knows."""
@@ -309,20 +286,21 @@ class Disk:
             raise StaleEpoch(f"This host has the disk for epoch {state.epoch}.")
         if state.epoch < epoch:
             self._tear_down()
-        elif state.is_pending(root_key):
-            state.settle(root_key)
+        elif root_key == state.pending_root_key:
+            state.settle()
             self._save()
         elif root_key not in (state.root_key, *state.past_root_keys):
             if self._is_uncommitted():
                 raise OverlayMismatch("The overlay here was written over another root.")
             self._tear_down()
 
-    def _record(self, root_key: str, epoch: int, shown_at: Path | None) -> None:
+    def _record(self, root_key: str, epoch: int) -> None:
         """Begin a disk: its root is read before anything is made."""
         fetched = list[int]()
         cache = self._cache.counted(fetched.append)
-        self._keyring = Keyring(self._config.keys)
-        root = open_root(cache.whole(root_key), parse_key(root_key)[1], self._keyring)
+        root = open_root(
+            cache.whole(root_key), parse_key(root_key)[1], Keyring(self._config.keys)
+        )
         # Not the daemons' own: they open what we made, and cannot put anything there.
         self._overlay_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._overlay_dir.chmod(0o711)
@@ -330,11 +308,7 @@ class Disk:
         # Left by a tear-down that was cut short: nobody's, and of another life.
         self._delete_strays()
         self._make_overlay(self.state.add_overlay())
-        # All that its daemon will be started with: each time that this is saved takes long.
-        self.state.mountpoint = None if shown_at is None else str(shown_at)
-        self._make_layer()
         self._save()
-        self._has_fresh_layer = True
         self.export.fetched.unlink(missing_ok=True)
         self._fetched_here.unlink(missing_ok=True)
         with self.counter() as counter:
@@ -374,28 +348,23 @@ class Disk:
 
     def _export_keys(self) -> Keyring:
         """Give the keys that an export of the disk's generations will ever need."""
-        keyring = self._keyring
-        if keyring is None:
-            root_key = self._require().root_key
-            keyring = Keyring(self._config.keys)
-            open_root(self._cache.whole(root_key), parse_key(root_key)[1], keyring)
+        keyring = Keyring(self._config.keys)
+        self._open_root(self._require().root_key, keyring)
         keyring.learn([self.volume_id.bytes])
         return keyring
 
-    def _start_daemon(self, state: DiskState, shown_at: Path | None) -> None:
+    def _open_root(self, root_key: str, keyring: Keyring) -> Root:
+        return open_root(self._cache.whole(root_key), parse_key(root_key)[1], keyring)
+
+    def _start_daemon(self, state: DiskState) -> None:
         self._unmount()
         self.daemon.stop()  # one that was killed may still hold its files
-        if not self._has_fresh_layer:
-            if shown_at is not None:
-                state.mountpoint = str(shown_at)
-            self._begin_layer()
-        self._has_fresh_layer = False
+        self._begin_layer()
         group = self._config.socket_group
         self.daemon.start(
             state,
             export_socket=self.export.socket,
             socket_gid=None if group is None else grp.getgrnam(group).gr_gid,
-            shown_at=shown_at,
         )
 
     def _reconcile(self, qmp: Qmp) -> None:
@@ -404,12 +373,8 @@ class Disk:
         self._ensure_export()
         self._make_overlay(state.active)
         self._bring_into_line(qmp, state)
-        self._clean_up()
-
-    def _clean_up(self) -> None:
-        """Delete what neither the state file nor a daemon that is what it says names."""
         self._delete_strays()
-        self.export.withdraw_others(self._require().root_key)
+        self.export.withdraw_others(state.root_key)
 
     def _bring_into_line(self, qmp: Qmp, state: DiskState) -> None:
         """Make the daemon what the state file says.
@@ -431,10 +396,6 @@ class Disk:
 
     def _begin_layer(self) -> None:
         """Have an empty layer from here on, or none when the host has none."""
-        self._make_layer()
-        self._save()
-
-    def _make_layer(self) -> None:
         state = self._require()
         if self._may_have_layer():
             path = self.daemon.layer_path(state.begin_layer())
@@ -442,6 +403,7 @@ class Disk:
             self._make_image(path)
         else:
             state.end_layer()
+        self._save()
 
     def _layer_is_over(self, nodes: frozenset[str]) -> bool:
         """Tell whether the layer must go: it may be wrong, or has become too large."""
@@ -670,9 +632,6 @@ class Disk:
             cache=storing.cache,
             keyring=storing.keyring,
             rewrite=rewrite,
-            # An earlier one may have become the head: what now reads as the disk's root does
-            # may not read as the head.
-            even_if_unchanged=base is None and state.pending_root_key is not None,
             base_index={} if base is None else base.index,
             room=storing.room,
             gate=gate,
@@ -695,18 +654,8 @@ class Disk:
         if commit is None:
             state.drop_lowest(len(numbers))
         elif state.pending_root_key == commit.root_key:
-            state.settle(commit.root_key)
+            state.settle()
         self._save()  # otherwise an `attach` that knew the head has done it
-
-    def settle_earlier(self, root_key: str) -> bool:
-        """Go on from a root that was published, and nobody was told; tell whether it is one."""
-        state = self._require()
-        if not state.is_pending(root_key):
-            return False
-        state.settle(root_key)
-        self._save()
-        self.drop()
-        return True
 
     def drop(self) -> None:
         """Let the running daemon go on without what the state file has forgotten."""

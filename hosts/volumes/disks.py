@@ -19,7 +19,7 @@ holds the state at that moment must not be in the way of who starts it again (`m
 are taken in the order cuts, uploads, state, export.
 
     RUN_DIR/disks/<volume hex>/       sockets, pidfiles, what the export needs; the daemons' own
-    RUN_DIR/{spares,spare-daemons}/   what waits for the next disk, see `spares`
+    RUN_DIR/spares/                   an export that waits for the next disk, see `spares`
     STATE_DIR/overlays/<volume hex>/  overlay-<n>.qcow2, layer-<n>.qcow2, state.json
     STATE_DIR/cache/                  the host's cache, see `cache`
 """
@@ -46,13 +46,13 @@ from hosts.volumes.disk import (
     Publish,
     Storing,
 )
-from hosts.volumes.errors import DaemonFailed, DiskBusy, HeadMoved, NotAttached
+from hosts.volumes.errors import DaemonFailed, DiskBusy, NotAttached
 from hosts.volumes.exports import Fetched
 from hosts.volumes.failpoints import reach
 from hosts.volumes.locks import LOCK_TIMEOUT_S, forget, locked
 from hosts.volumes.naming import ObjectName
 from hosts.volumes.pacing import Limits
-from hosts.volumes.spares import DAEMONS, Spares
+from hosts.volumes.spares import Spares
 from hosts.volumes.storage_daemon import EXPORT_NAME
 from hosts.volumes.store import S3ObjectStore
 from hosts.volumes.uploads import Gate
@@ -80,10 +80,6 @@ _STATE, _UPLOADS, _CUTS = "lock", "uploads.lock", "cuts.lock"
 _PATIENCE_S = 0
 """A commit that cannot read its base gives up: the S3 client has tried several times by
 then, and the caller has its own retries."""
-
-
-class _WentOn(DiskBusy):
-    """The disk has found that it lies on another root, for which nothing was prepared."""
 
 
 class DiskHealth(Enum):
@@ -137,9 +133,6 @@ class Disks:
         config.own_dir(config.cache_dir, 0o711)
         config.own_dir(config.cache_dir / "packs", 0o700)
         self._spares = Spares(config.run_dir, user=config.user, own_dir=config.own_dir)
-        self._spare_daemons = Spares(
-            config.run_dir, user=config.user, own_dir=config.own_dir, kind=DAEMONS
-        )
         self._cache = ObjectCache(
             config.cache_dir,
             budget_bytes=config.cache_budget_bytes,
@@ -150,12 +143,10 @@ class Disks:
     def warm(self) -> None:
         """See to it that the next `attach` is a fast one; does not wait for that."""
         self._spares.warm()
-        self._spare_daemons.warm()
 
     def cool(self) -> None:
         """End what `warm` has started. Disks stay as they are."""
         self._spares.cool()
-        self._spare_daemons.cool()
 
     def attach(
         self,
@@ -164,7 +155,6 @@ class Disks:
         root_key: str,
         epoch: int,
         start_blocks: bytes | None = None,
-        shown_at: Path | None = None,
     ) -> AttachedDisk:
         """Serve a generation with an overlay for its writes. Safe to repeat.
 
@@ -174,7 +164,6 @@ class Disks:
         Args:
             start_blocks: what `start_blocks` gave at an earlier start: it is fetched ahead in
                 the background.
-            shown_at: as `export_fuse` has it, which is done along with it, in less time.
 
         Raises:
             StaleEpoch: this host has the disk for a later epoch.
@@ -183,11 +172,11 @@ class Disks:
         """
         with self._held(volume_id) as disk:
             if disk.goes_on_with(root_key, epoch):
-                disk.attach(root_key, epoch, start_blocks, shown_at)
+                disk.attach(root_key, epoch, start_blocks)
                 return disk.attached()
         # What is here may have to go: nobody may be storing it.
         with self._alone(volume_id) as disk:
-            disk.attach(root_key, epoch, start_blocks, shown_at)
+            disk.attach(root_key, epoch, start_blocks)
             return disk.attached()
 
     def health(self, volume_id: UUID) -> DiskHealth:
@@ -306,27 +295,12 @@ class Disks:
         """
         if not frozen.is_all:
             rewrite = frozenset()  # there is another commit to come
-        try:
-            return self._store_stages(volume_id, frozen, publish, rewrite, ahead=ahead)
-        except _WentOn:  # what is left of it lies on the head now
-            return self._store_stages(volume_id, frozen, publish, rewrite, ahead=ahead)
-
-    def _store_stages(
-        self,
-        volume_id: UUID,
-        frozen: Frozen,
-        publish: Publish,
-        rewrite: frozenset[ObjectName],
-        *,
-        ahead: bool,
-    ) -> Commit | None:
-        # Looked at once: an `attach` may go on to another root between two looks.
-        disk = self._disk(volume_id)
-        numbers = disk.frozen_until(frozen.last)
+        numbers = self._disk(volume_id).frozen_until(frozen.last)
         if not numbers and not rewrite:
             return None  # somebody else has stored them
         commit: Commit | None = None
         with ExitStack() as stack:
+            disk = self._disk(volume_id)
             storing = stack.enter_context(disk.storing())
             prepared = stack.enter_context(disk.prepare(numbers, storing, rewrite=rewrite))
             stage: Stage | None = Stage(numbers, prepared)
@@ -387,27 +361,9 @@ class Disks:
         with self._held(volume_id) as disk:
             disk.announce(commit, len(stage.overlays))
         reach("publish.before")
-        try:
-            publish(commit)
-        except HeadMoved as error:
-            self._go_on_from(volume_id, error)
-            raise
+        publish(commit)
         reach("publish.after")
         return commit
-
-    def _go_on_from(self, volume_id: UUID, moved: HeadMoved) -> None:
-        """Find out what became of an earlier commit: nobody was told whether it was published.
-
-        What this one had beyond it is in its own overlays still.
-
-        Raises:
-            _WentOn: it is the head, and what the disk is based on now.
-        """
-        if moved.root_key is None:
-            return
-        with self._held(volume_id) as disk:
-            if disk.settle_earlier(moved.root_key):
-                raise _WentOn("An earlier commit turns out to be published.") from moved
 
     def _fold(self, volume_id: UUID, numbers: Sequence[int]) -> None:
         """Keep what was stored in the layer; without that, the layer goes with the overlays."""
@@ -444,28 +400,20 @@ class Disks:
             StoreUnavailable, DaemonFailed, DiskBusy: call again.
         """
         with self._lock_file(volume_id, _CUTS), self._lock_file(volume_id, _UPLOADS):
-            try:
-                return self._put_away(volume_id, publish, rewrite)
-            except _WentOn:  # what is left of it lies on the head now
-                return self._put_away(volume_id, publish, rewrite)
-
-    def _put_away(
-        self, volume_id: UUID, publish: Publish, rewrite: frozenset[ObjectName]
-    ) -> Commit | None:
-        with self._held(volume_id) as disk:
-            disk.end()
-            numbers = disk.overlays()
-        if not numbers and not rewrite:
-            return None
-        with (
-            disk.storing() as storing,
-            disk.prepare(numbers, storing, rewrite=rewrite) as prepared,
-        ):
-            commit = self._publish(volume_id, Stage(numbers, prepared), publish)
-        with self._held(volume_id) as disk:
-            disk.settle(commit, numbers)
-            disk.forget_dropped()
-        return commit
+            with self._held(volume_id) as disk:
+                disk.end()
+                numbers = disk.overlays()
+            if not numbers and not rewrite:
+                return None
+            with (
+                disk.storing() as storing,
+                disk.prepare(numbers, storing, rewrite=rewrite) as prepared,
+            ):
+                commit = self._publish(volume_id, Stage(numbers, prepared), publish)
+            with self._held(volume_id) as disk:
+                disk.settle(commit, numbers)
+                disk.forget_dropped()
+            return commit
 
     def detach(self, volume_id: UUID, *, discard: bool) -> None:
         """Stop serving a disk and forget it. Safe to repeat.
@@ -616,14 +564,7 @@ class Disks:
             disk.drop_fuse()
 
     def _disk(self, volume_id: UUID) -> Disk:
-        return Disk(
-            self.config,
-            volume_id,
-            self._store,
-            self._cache,
-            spares=self._spares,
-            spare_daemons=self._spare_daemons,
-        )
+        return Disk(self.config, volume_id, self._store, self._cache, self._spares)
 
     @contextmanager
     def _held(self, volume_id: UUID, *, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Disk]:

@@ -18,7 +18,6 @@ from common.units import MiB
 from hosts.volumes.commit import Commit, import_image
 from hosts.volumes.daemons import await_end
 from hosts.volumes.disks import Disks, DisksConfig
-from hosts.volumes.errors import HeadMoved
 from hosts.volumes.keys import Keyring
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.store import S3ObjectStore
@@ -58,10 +57,6 @@ class Host:
         return self.head_file.read_text()
 
     def publish(self, commit: Commit) -> None:
-        """Move the head as the database does: only from what the commit was made from."""
-        head = self.head if self.head_file.exists() else None
-        if head not in (commit.base_root_key, commit.root_key):
-            raise HeadMoved(self.volume_id, head)
         new = self.head_file.with_suffix(".new")
         new.write_text(commit.root_key)
         new.replace(self.head_file)
@@ -85,7 +80,7 @@ class Host:
             size_bytes=DEVICE_BYTES,
             keyring=Keyring(KeyForEach()),
         )
-        self.head_file.write_text(commit.root_key)
+        self.publish(commit)
         return commit
 
     def attach(self, epoch: int = 1) -> Nbd:
@@ -158,7 +153,6 @@ def folder() -> Iterator[Path]:
 def host(folder: Path, s3: StoreConfig) -> Iterator[Host]:
     host = Host(folder, s3)
     yield host
-    host.disks.cool()
     host.kill_daemons()
 
 
