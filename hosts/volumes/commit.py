@@ -325,35 +325,33 @@ def prepare_overlays(
             return load_leaf(cache, keyring, base, ref)
         return open_leaf(body[ref.offset : ref.offset + ref.length], ref, keyring)
 
-    with ExitStack() as stack:
-        layers = [stack.enter_context(open_overlay(path)) for path in overlays]
-        if any(layer.size_bytes != base.size_bytes for layer in layers):
-            raise Corrupt("An overlay has another size than its base.")
-        packs = rewrite & base.packs.keys()
-        writer = stack.enter_context(
-            _Writer(
-                volume_id=volume_id,
-                epoch=epoch,
-                base=base,
-                base_root_key=base_root_key,
-                read_leaf=read_leaf,
-                keyring=keyring,
-                uploads=Uploads(
-                    store, cache, room=room or Room(), gate=gate or Gate(is_open=True)
-                ),
-                rewrite=packs,
-            )
-        )
-        blocks = _overlaid_blocks(layers, base.size_bytes // BLOCK_BYTES)
-        if packs:
-            donor = _Donor.of(rewrite, packs, cache, keyring)
-            moving = _entries_in(base, read_leaf, packs)
-            reader = VolumeReader(base, ReaderMemory(cache), keyring)
-            _write_moving(writer, _in_order(blocks, moving), donor, reader)
-        else:
-            for number, data in blocks:
-                writer.write(number, data)
-        yield writer.finish()
+    packs = rewrite & base.packs.keys()
+    with _Writer(
+        volume_id=volume_id,
+        epoch=epoch,
+        base=base,
+        base_root_key=base_root_key,
+        read_leaf=read_leaf,
+        keyring=keyring,
+        uploads=Uploads(store, cache, room=room or Room(), gate=gate or Gate(is_open=True)),
+        rewrite=packs,
+    ) as writer:
+        # Closed before anything waits: a file that is dropped and open still takes its room.
+        with ExitStack() as stack:
+            layers = [stack.enter_context(open_overlay(path)) for path in overlays]
+            if any(layer.size_bytes != base.size_bytes for layer in layers):
+                raise Corrupt("An overlay has another size than its base.")
+            blocks = _overlaid_blocks(layers, base.size_bytes // BLOCK_BYTES)
+            if packs:
+                donor = _Donor.of(rewrite, packs, cache, keyring)
+                moving = _entries_in(base, read_leaf, packs)
+                reader = VolumeReader(base, ReaderMemory(cache), keyring)
+                _write_moving(writer, _in_order(blocks, moving), donor, reader)
+            else:
+                for number, data in blocks:
+                    writer.write(number, data)
+            prepared = writer.finish()
+        yield prepared
 
 
 def _write_moving(

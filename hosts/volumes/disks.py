@@ -295,12 +295,13 @@ class Disks:
         """
         if not frozen.is_all:
             rewrite = frozenset()  # there is another commit to come
-        numbers = self._disk(volume_id).frozen_until(frozen.last)
+        # Read once: the overlays and the root that they lie on belong together.
+        disk = self._disk(volume_id)
+        numbers = disk.frozen_until(frozen.last)
         if not numbers and not rewrite:
             return None  # somebody else has stored them
         commit: Commit | None = None
         with ExitStack() as stack:
-            disk = self._disk(volume_id)
             storing = stack.enter_context(disk.storing())
             prepared = stack.enter_context(disk.prepare(numbers, storing, rewrite=rewrite))
             stage: Stage | None = Stage(numbers, prepared)

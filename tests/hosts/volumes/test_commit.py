@@ -284,6 +284,16 @@ def test_a_commit_is_the_same_whether_its_base_is_stored_or_only_prepared(
         assert twice.put() == second
 
 
+def test_what_is_prepared_keeps_no_overlay_open(bench: Bench) -> None:
+    base = bench.import_bytes(os.urandom(MiB))
+    overlay = bench.overlay("one", "write -P 1 0 2M")
+
+    with bench.prepared(base, overlay):
+        open_files = {os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
+
+    assert str(overlay.resolve()) not in open_files
+
+
 def test_a_commit_fetches_only_the_leaves_that_it_changes(bench: Bench) -> None:
     image = bench.folder / "wide"
     with image.open("wb") as file:
