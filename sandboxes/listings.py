@@ -141,6 +141,7 @@ class Shelf:
     def __init__(self) -> None:
         self._listings: dict[tuple[str, bytes, bytes], Listing] = {}
         self._spools = 0
+        self._next_look: asyncio.TimerHandle | None = None
 
     def start(self) -> Spool | None:
         """Return a spool for a directory that is about to be read; None where too many are."""
@@ -180,9 +181,14 @@ class Shelf:
         self._listings.clear()
 
     def _look_again(self) -> None:
-        asyncio.get_running_loop().call_later(MAX_IDLE_S + 1, self._drop_and_look)
+        """See to it that old ones go although nobody asks; once, however many there are."""
+        if self._next_look is not None:
+            self._next_look.cancel()
+        loop = asyncio.get_running_loop()
+        self._next_look = loop.call_later(MAX_IDLE_S + 1, self._drop_and_look)
 
     def _drop_and_look(self) -> None:
+        self._next_look = None
         self._drop_old()
         if self._listings:
             self._look_again()

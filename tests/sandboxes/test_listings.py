@@ -1,5 +1,6 @@
 """Listings of large directories, kept between two of their pages."""
 
+import asyncio
 import os
 import random
 import tempfile
@@ -115,3 +116,17 @@ def test_no_more_than_some_directories_are_spooled_at_once() -> None:
     assert spools[0] is not None
     shelf.end(spools[0])
     assert shelf.start() is not None
+
+
+async def test_many_listings_are_looked_after_by_one_timer(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    monkeypatch.setattr(listings, "MAX_IDLE_S", -0.95)  # so that it looks after 0.05 s
+    monkeypatch.setattr(Shelf, "_drop_and_look", lambda _: looks.append("looked"))
+
+    for number in range(5):
+        shelf.keep(f"owner {number}", b"/", small())
+    await asyncio.sleep(0.3)
+
+    assert looks == ["looked"]
