@@ -250,36 +250,6 @@ class Prepared:
         return self.commit
 
 
-def commit_overlays(
-    overlays: Sequence[Path],
-    *,
-    base_root_key: str,
-    volume_id: UUID,
-    epoch: int,
-    store: ObjectStore,
-    cache: ObjectCache,
-    keyring: Keyring,
-    rewrite: frozenset[ObjectName] = frozenset(),
-) -> Commit | None:
-    """Write the changes of overlays over their base as a new generation.
-
-    See `prepare_overlays`.
-
-    Returns: None when the device reads exactly as its base, and nothing was to be rewritten.
-    """
-    with prepare_overlays(
-        overlays,
-        base_root_key=base_root_key,
-        volume_id=volume_id,
-        epoch=epoch,
-        store=store,
-        cache=cache,
-        keyring=keyring,
-        rewrite=rewrite,
-    ) as prepared:
-        return None if prepared is None else prepared.put()
-
-
 @contextmanager
 def prepare_overlays(
     overlays: Sequence[Path],

@@ -221,7 +221,7 @@ class Disks:
             background: only keep up with the writer. What earlier tries have left is
                 stored before anything is cut, and nothing is cut while someone else makes a
                 cut of his own.
-            rewrite: packs that the commit shall not need, see `commit_overlays`. There is
+            rewrite: packs that the commit shall not need, see `prepare_overlays`. There is
                 a commit then even when nothing was written.
 
         Returns: the last commit, None when nothing changed.

@@ -27,13 +27,13 @@ from hosts.services import (
 from hosts.volumes import collect, commit
 from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.cache import ObjectCache
-from hosts.volumes.commit import Commit, commit_overlays, import_image, load_root
+from hosts.volumes.commit import Commit, import_image, load_root
 from hosts.volumes.keys import Keyring
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.reader import ReaderMemory, VolumeReader
 from hosts.volumes.store import S3ObjectStore
 from tests.hosts.volumes.memory_store import MemoryStore
-from tests.hosts.volumes.overlays import write_overlay
+from tests.hosts.volumes.overlays import commit_overlays, write_overlay
 from tests.killed import Processes
 
 DEVICE_BYTES = 1 * GiB

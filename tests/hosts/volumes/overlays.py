@@ -1,10 +1,12 @@
 """Overlays without QEMU: a qcow2 file with the clusters that a test wants."""
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hosts.volumes.blocks import BLOCK_BYTES
+from hosts.volumes.commit import Commit, prepare_overlays
 from hosts.volumes.qcow2 import L2_SPAN_BLOCKS
 
 _HEADER = struct.Struct(">4sIQIIQIIQQIIQQQQII")
@@ -40,3 +42,9 @@ def write_overlay(path: Path, size_bytes: int, blocks: Mapping[int, bytes | None
         for block in data:
             file.write(block)
     return path
+
+
+def commit_overlays(overlays: Sequence[Path], **how: Any) -> Commit | None:
+    """Prepare a commit as `prepare_overlays` has it, and put it."""
+    with prepare_overlays(overlays, **how) as prepared:
+        return None if prepared is None else prepared.put()

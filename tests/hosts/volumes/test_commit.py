@@ -17,7 +17,6 @@ from hosts.volumes.commit import (
     Commit,
     Prepared,
     Rewrite,
-    commit_overlays,
     import_image,
     load_root,
     prepare_overlays,
@@ -30,6 +29,7 @@ from hosts.volumes.reader import ReaderMemory, VolumeReader
 from hosts.volumes.uploads import Gate
 from tests.hosts.volumes.given_keys import KeyForEach
 from tests.hosts.volumes.memory_store import MemoryStore
+from tests.hosts.volumes.overlays import commit_overlays
 from tests.hosts.volumes.test_qcow2 import make, qemu_io
 
 VOLUME = UUID(int=3)

@@ -18,14 +18,14 @@ from hosts.volumes import collect, commit
 from hosts.volumes.blocks import BLOCK_BYTES, ZERO_BLOCK
 from hosts.volumes.cache import ObjectCache
 from hosts.volumes.collect import Mark, Reader, Repacking, Uses
-from hosts.volumes.commit import commit_overlays, import_image, load_root, open_root
+from hosts.volumes.commit import import_image, load_root, open_root
 from hosts.volumes.index import LEAF_BLOCKS, Leaf, LeafRef, Root
 from hosts.volumes.keys import Keyring
 from hosts.volumes.naming import ObjectName, parse_key
 from hosts.volumes.reader import ReaderMemory, VolumeReader, load_leaf
 from tests.hosts.volumes.given_keys import KeyForEach
 from tests.hosts.volumes.memory_store import MemoryStore
-from tests.hosts.volumes.overlays import write_overlay
+from tests.hosts.volumes.overlays import commit_overlays, write_overlay
 
 DEVICE_BYTES = GiB
 PLACES = (

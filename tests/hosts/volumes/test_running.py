@@ -19,7 +19,7 @@ from hosts.volumes.ahead import FEW
 from hosts.volumes.blocks import BLOCK_BYTES
 from hosts.volumes.commit import Commit
 from hosts.volumes.disk import Disk
-from hosts.volumes.disks import WAITS_LONG_S, Cut, Disks
+from hosts.volumes.disks import WAITS_LONG_S, AroundCut, Cut, Disks
 from hosts.volumes.errors import StoreUnavailable
 from hosts.volumes.failpoints import VARIABLE
 from hosts.volumes.naming import parse_key
@@ -67,6 +67,17 @@ def in_background(work: Callable[[], object]) -> Iterator[list[object]]:
     assert results, "it did not end well"
 
 
+def telling(was_cut: threading.Event) -> AroundCut:
+    """Hold nobody at a cut, and tell when it was made."""
+
+    @contextmanager
+    def around_cut() -> Iterator[None]:
+        yield
+        was_cut.set()
+
+    return around_cut
+
+
 def eventually(happens: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not happens():
@@ -100,11 +111,6 @@ def test_a_cut_does_not_wait_for_an_upload_and_is_published_after_it(
 
     was_cut = threading.Event()
 
-    @contextmanager
-    def held() -> Iterator[None]:
-        yield
-        was_cut.set()
-
     with host.attach() as guest:
         host.write(guest, 0, os.urandom(MiB))
         with in_background(
@@ -113,7 +119,7 @@ def test_a_cut_does_not_wait_for_an_upload_and_is_published_after_it(
             assert store.reached.wait(WAIT_S)
             host.write(guest, 5 * MiB, b"before the cut")
             with in_background(
-                lambda: host.disks.cut(host.volume_id, publish, around_cut=held)
+                lambda: host.disks.cut(host.volume_id, publish, around_cut=telling(was_cut))
             ) as second:
                 assert was_cut.wait(5), "the cut waited for the upload"
                 assert len(host.overlay_files()) == 3
@@ -396,11 +402,6 @@ def test_a_cut_while_the_next_commit_is_prepared_has_all_of_its_moment_and_no_mo
     store = SlowStore(host, monkeypatch)
     was_cut = threading.Event()
 
-    @contextmanager
-    def held() -> Iterator[None]:
-        yield
-        was_cut.set()
-
     with host.attach() as guest:
         host.write(guest, 0, os.urandom(MiB))
         with in_background(
@@ -411,7 +412,9 @@ def test_a_cut_while_the_next_commit_is_prepared_has_all_of_its_moment_and_no_mo
             assert encoded.wait(WAIT_S)
             host.write(guest, 7 * MiB, b"before the cut")
             with in_background(
-                lambda: host.disks.cut(host.volume_id, host.publish, around_cut=held)
+                lambda: host.disks.cut(
+                    host.volume_id, host.publish, around_cut=telling(was_cut)
+                )
             ) as cut:
                 assert was_cut.wait(5), "the cut waited for the upload"
                 guest.write(7 * MiB, b"after  the cut")
