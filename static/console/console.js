@@ -124,13 +124,7 @@
   document.addEventListener("htmx:responseError", (event) => {
     const { xhr, elt } = event.detail;
     if (elt.dataset.quiet !== undefined && xhr.status !== 404) return;
-    if (xhr.status === 404 && elt.dataset.live) {
-      // Without its row the list may be empty, or short of one from the next page.
-      const whole = elt.closest("[data-live-list]");
-      elt.remove();
-      if (whole) refresh(whole);
-      return;
-    }
+    if (xhr.status === 404 && elt.dataset.live) { elt.remove(); return; }
     const plain = (xhr.getResponseHeader("Content-Type") || "").startsWith("text/plain");
     toast(plain && xhr.responseText ? xhr.responseText : `That did not work (${xhr.status}).`, { bad: true });
   });
@@ -192,7 +186,12 @@
   const isHeld = () => held.pressed || $("#confirm").open;
   const isLive = (element) => element.matches("[data-live], [data-live-list]");
   const nameOf = (element) => (element.id ? `#${CSS.escape(element.id)}` : `[data-live="${CSS.escape(element.dataset.live)}"]`);
-  const refreshNamed = (name) => $$(name).filter(isLive).forEach(refresh);
+  const refreshList = () => { const whole = $("[data-live-list]"); if (whole) refresh(whole); };
+  // Without a row the list may be empty, or short of one from the next page.
+  const refreshNamed = (name) => {
+    const shown = $$(name).filter(isLive);
+    if (shown.length) shown.forEach(refresh); else refreshList();
+  };
   // A change that comes while what shows it is being fetched may not be in the answer: it is
   // fetched once more, as whatever then stands in its place.
   const fetches = new Map();
@@ -233,7 +232,8 @@
     });
     xhr.addEventListener("loadend", () => {
       if (fetches.get(name) === fetch) fetches.delete(name);
-      if (fetch.again) refreshNamed(name);
+      // Its answer may have been that it is gone.
+      if (fetch.again || !$(name)) refreshNamed(name);
     });
   });
   const showLive = (on) => {
@@ -253,9 +253,7 @@
     // Changes often come in twos and threes: one fetch answers them all.
     live.pending.set(id, setTimeout(() => {
       live.pending.delete(id);
-      const shown = $$(`[data-live="${CSS.escape(id)}"]`);
-      if (shown.length) shown.forEach(refresh);
-      else { const whole = $("[data-live-list]"); if (whole) refresh(whole); }
+      refreshNamed(`[data-live="${CSS.escape(id)}"]`);
     }, 150));
   };
   const connect = () => {
