@@ -138,16 +138,6 @@ class GuestBusy(Unavailable):
         return f"Guest {self.uuid} is being acted on."
 
 
-class HeadMoved(Refused):
-    """A commit was made from a generation that is no longer the volume's head."""
-
-    code = "head_moved"
-
-    def __init__(self, volume_id: UUID) -> None:
-        super().__init__(f"Volume {volume_id} has moved on since this commit began.")
-        self.volume_id = volume_id
-
-
 class ObjectsCollected(Unavailable):
     """A commit names objects that have been given up; it has to be made anew."""
 

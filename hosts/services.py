@@ -11,7 +11,6 @@ from django.utils import timezone
 
 from hosts.errors import (
     GenerationGone,
-    HeadMoved,
     NoCapacity,
     ObjectsCollected,
     StaleEpoch,
@@ -21,6 +20,7 @@ from hosts.keys import data_key_of
 from hosts.models import Generation, Host, Placement, Reading, StoredObject, Volume
 from hosts.network import addresses
 from hosts.volumes.commit import Commit, Rewrite
+from hosts.volumes.errors import HeadMoved
 from hosts.volumes.naming import parse_key
 
 OBJECTS_BATCH = 1000
@@ -160,11 +160,7 @@ def attach_volume(volume_id: UUID, *, host: Host, purpose: Volume.Purpose) -> Vo
         VolumeBusy: another host, or this one for another purpose, has it.
     """
     with transaction.atomic():
-        volume = (
-            Volume.objects.select_for_update(of=("self",))
-            .select_related("head")
-            .get(pk=volume_id)
-        )
+        volume = _locked(volume_id)
         if volume.attached_host_id is not None:
             if volume.attached_host_id != host.pk or volume.attached_for != purpose:
                 raise VolumeBusy(volume.pk, volume.attached_host_id)
@@ -187,6 +183,15 @@ def attach_volume(volume_id: UUID, *, host: Host, purpose: Volume.Purpose) -> Vo
             ]
         )
         return volume
+
+
+def _locked(volume_id: UUID) -> Volume:
+    """Lock a volume's row.
+
+    Its head is read by a statement of its own: one that waits for the lock sees the row as it
+    is then, and what it joins as that was before. A head that moved meanwhile would be missing.
+    """
+    return Volume.objects.select_for_update().get(pk=volume_id)
 
 
 def seize_volume(volume_id: UUID, *, host: Host) -> Volume:
@@ -257,8 +262,9 @@ def _publish_commit(
     head = volume.head
     if head is not None and head.root_key == commit.root_key:
         return head
-    if (None if head is None else head.root_key) != commit.base_root_key:
-        raise HeadMoved(volume_id)
+    root_key = None if head is None else head.root_key
+    if root_key != commit.base_root_key:
+        raise HeadMoved(volume_id, root_key)
     _record_objects(volume, commit)
     return publish_generation(
         volume_id,
@@ -275,9 +281,7 @@ def _publish_commit(
 
 
 def _publishable(volume_id: UUID, epoch: int) -> Volume:
-    volume = (
-        Volume.objects.select_for_update(of=("self",)).select_related("head").get(pk=volume_id)
-    )
+    volume = _locked(volume_id)
     if volume.epoch != epoch or volume.deleted_at is not None:
         raise StaleEpoch(volume_id, epoch)
     return volume

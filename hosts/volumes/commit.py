@@ -261,6 +261,7 @@ def prepare_overlays(
     cache: ObjectCache,
     keyring: Keyring,
     rewrite: frozenset[ObjectName] = frozenset(),
+    even_if_unchanged: bool = False,
     base_index: Mapping[str, bytes] = MappingProxyType({}),
     room: Room | None = None,
     gate: Gate | None = None,
@@ -276,11 +277,13 @@ def prepare_overlays(
         rewrite: packs that the new generation shall not need: what is left alive in them
             is written anew, or named where the donor has it. Packs of other volumes, such
             as a base's, are left only for a donor's: copies would be as many as forks.
+        even_if_unchanged: make a generation although the device reads as its base.
         base_index: objects of the base that may not be in the store yet.
         room: shared with a commit that is on its way.
         gate: opened once the base is the head. By default it is.
 
-    Yields: None when the device reads exactly as its base, and nothing was to be rewritten.
+    Yields: None when the device reads exactly as its base, nothing was to be rewritten, and
+        there need not be a generation.
 
     Raises:
         StoreUnavailable: call again; what was uploaded is found.
@@ -320,7 +323,7 @@ def prepare_overlays(
             else:
                 for number, data in blocks:
                     writer.write(number, data)
-            prepared = writer.finish()
+            prepared = writer.finish(even_if_unchanged=even_if_unchanged)
         yield prepared
 
 

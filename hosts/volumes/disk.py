@@ -71,7 +71,8 @@ EASE_S = 60
 
 Publish = Callable[[Commit], None]
 """Moves the head. It may be called again with the root that is the head already (the
-process died just after), and must then succeed."""
+process died just after), and must then succeed. It says by `HeadMoved` where the head is when
+that is not what the commit was made from."""
 
 AroundCut = Callable[[], AbstractContextManager[None]]
 """Holds the disk's writer still for as long as a cut takes."""
@@ -248,7 +249,9 @@ class Disk:
         state = self.state
         if state is None or state.epoch != epoch or state.is_put_away:
             return False
-        return root_key in (state.root_key, state.pending_root_key, *state.past_root_keys)
+        if state.is_pending(root_key):
+            return True
+        return root_key in (state.root_key, *state.past_root_keys)
 
     def attach(self, root_key: str, epoch: int, start_blocks: bytes | None) -> None:
         self._settle_with(root_key, epoch)
@@ -286,8 +289,8 @@ class Disk:
             raise StaleEpoch(f"This host has the disk for epoch {state.epoch}.")
         if state.epoch < epoch:
             self._tear_down()
-        elif root_key == state.pending_root_key:
-            state.settle()
+        elif state.is_pending(root_key):
+            state.settle(root_key)
             self._save()
         elif root_key not in (state.root_key, *state.past_root_keys):
             if self._is_uncommitted():
@@ -632,6 +635,9 @@ class Disk:
             cache=storing.cache,
             keyring=storing.keyring,
             rewrite=rewrite,
+            # An earlier one may have become the head: what now reads as the disk's root does
+            # may not read as the head.
+            even_if_unchanged=base is None and state.pending_root_key is not None,
             base_index={} if base is None else base.index,
             room=storing.room,
             gate=gate,
@@ -654,8 +660,18 @@ class Disk:
         if commit is None:
             state.drop_lowest(len(numbers))
         elif state.pending_root_key == commit.root_key:
-            state.settle()
+            state.settle(commit.root_key)
         self._save()  # otherwise an `attach` that knew the head has done it
+
+    def settle_earlier(self, root_key: str) -> bool:
+        """Go on from a root that was published, and nobody was told; tell whether it is one."""
+        state = self._require()
+        if not state.is_pending(root_key):
+            return False
+        state.settle(root_key)
+        self._save()
+        self.drop()
+        return True
 
     def drop(self) -> None:
         """Let the running daemon go on without what the state file has forgotten."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 MAX_PAST_ROOTS = 16
+MAX_EARLIER_PENDING = 16
 
 
 @dataclass
@@ -37,6 +38,10 @@ class DiskState:
     """The layer has all of the overlays up to this one."""
     is_put_away: bool = False
     """All overlays are being stored, the topmost too: nobody may write to it any more."""
+    earlier_pending: dict[str, int] = field(default_factory=dict)
+    """Roots, made from the same base as the pending one, that were about to be published before
+    it, and how many of the lowest overlays are in each: one of them may have become the head,
+    and nobody was told."""
     past_root_keys: list[str] = field(default_factory=list)
     """Roots that this disk has moved on from while it ran, the last ones. Who knows only one
     of them has looked at the head a moment too early."""
@@ -93,19 +98,33 @@ class DiskState:
 
     def announce(self, root_key: str, overlays: int) -> None:
         """Note that a root with the lowest so many overlays is about to be published."""
+        earlier = self._pending()
+        earlier.pop(root_key, None)
+        self.earlier_pending = dict(list(earlier.items())[-MAX_EARLIER_PENDING:])
         self.pending_root_key = root_key
         self.pending_overlays = overlays
 
-    def settle(self) -> None:
-        """Take the pending root as the base: the head has moved to it."""
-        assert self.pending_root_key is not None
+    def _pending(self) -> dict[str, int]:
+        """Map each root that may have become the head to its number of overlays."""
+        if self.pending_root_key is None:
+            return {}
+        return {**self.earlier_pending, self.pending_root_key: self.pending_overlays}
+
+    def is_pending(self, root_key: str) -> bool:
+        """Tell whether a root was about to be published, and may have been."""
+        return root_key in self._pending()
+
+    def settle(self, root_key: str) -> None:
+        """Take a pending root as the base: the head has moved to it."""
+        overlays = self._pending()[root_key]
         self.past_root_keys = [*self.past_root_keys, self.root_key][-MAX_PAST_ROOTS:]
-        self.root_key = self.pending_root_key
+        self.root_key = root_key
         self.base += 1
-        self.drop_lowest(self.pending_overlays)
+        self.drop_lowest(overlays)
 
     def drop_lowest(self, count: int) -> None:
         """Forget overlays that the root has, or that say nothing that it does not."""
         self.overlays = self.overlays[count:]
         self.pending_root_key = None
         self.pending_overlays = 0
+        self.earlier_pending = {}

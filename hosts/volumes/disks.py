@@ -46,7 +46,7 @@ from hosts.volumes.disk import (
     Publish,
     Storing,
 )
-from hosts.volumes.errors import DaemonFailed, DiskBusy, NotAttached
+from hosts.volumes.errors import DaemonFailed, DiskBusy, HeadMoved, NotAttached
 from hosts.volumes.exports import Fetched
 from hosts.volumes.failpoints import reach
 from hosts.volumes.locks import LOCK_TIMEOUT_S, forget, locked
@@ -80,6 +80,10 @@ _STATE, _UPLOADS, _CUTS = "lock", "uploads.lock", "cuts.lock"
 _PATIENCE_S = 0
 """A commit that cannot read its base gives up: the S3 client has tried several times by
 then, and the caller has its own retries."""
+
+
+class _WentOn(DiskBusy):
+    """The disk has found that it lies on another root, for which nothing was prepared."""
 
 
 class DiskHealth(Enum):
@@ -295,7 +299,21 @@ class Disks:
         """
         if not frozen.is_all:
             rewrite = frozenset()  # there is another commit to come
-        # Read once: the overlays and the root that they lie on belong together.
+        try:
+            return self._store_stages(volume_id, frozen, publish, rewrite, ahead=ahead)
+        except _WentOn:  # what is left of it lies on the head now
+            return self._store_stages(volume_id, frozen, publish, rewrite, ahead=ahead)
+
+    def _store_stages(
+        self,
+        volume_id: UUID,
+        frozen: Frozen,
+        publish: Publish,
+        rewrite: frozenset[ObjectName],
+        *,
+        ahead: bool,
+    ) -> Commit | None:
+        # Read once: an `attach` may go on to another root between two reads.
         disk = self._disk(volume_id)
         numbers = disk.frozen_until(frozen.last)
         if not numbers and not rewrite:
@@ -362,9 +380,27 @@ class Disks:
         with self._held(volume_id) as disk:
             disk.announce(commit, len(stage.overlays))
         reach("publish.before")
-        publish(commit)
+        try:
+            publish(commit)
+        except HeadMoved as error:
+            self._go_on_from(volume_id, error)
+            raise
         reach("publish.after")
         return commit
+
+    def _go_on_from(self, volume_id: UUID, moved: HeadMoved) -> None:
+        """Find out what became of an earlier commit: nobody was told whether it was published.
+
+        What this one had beyond it is in its own overlays still.
+
+        Raises:
+            _WentOn: it is the head, and what the disk is based on now.
+        """
+        if moved.root_key is None:
+            return
+        with self._held(volume_id) as disk:
+            if disk.settle_earlier(moved.root_key):
+                raise _WentOn("An earlier commit turns out to be published.") from moved
 
     def _fold(self, volume_id: UUID, numbers: Sequence[int]) -> None:
         """Keep what was stored in the layer; without that, the layer goes with the overlays."""
@@ -401,20 +437,28 @@ class Disks:
             StoreUnavailable, DaemonFailed, DiskBusy: call again.
         """
         with self._lock_file(volume_id, _CUTS), self._lock_file(volume_id, _UPLOADS):
-            with self._held(volume_id) as disk:
-                disk.end()
-                numbers = disk.overlays()
-            if not numbers and not rewrite:
-                return None
-            with (
-                disk.storing() as storing,
-                disk.prepare(numbers, storing, rewrite=rewrite) as prepared,
-            ):
-                commit = self._publish(volume_id, Stage(numbers, prepared), publish)
-            with self._held(volume_id) as disk:
-                disk.settle(commit, numbers)
-                disk.forget_dropped()
-            return commit
+            try:
+                return self._put_away(volume_id, publish, rewrite)
+            except _WentOn:  # what is left of it lies on the head now
+                return self._put_away(volume_id, publish, rewrite)
+
+    def _put_away(
+        self, volume_id: UUID, publish: Publish, rewrite: frozenset[ObjectName]
+    ) -> Commit | None:
+        with self._held(volume_id) as disk:
+            disk.end()
+            numbers = disk.overlays()
+        if not numbers and not rewrite:
+            return None
+        with (
+            disk.storing() as storing,
+            disk.prepare(numbers, storing, rewrite=rewrite) as prepared,
+        ):
+            commit = self._publish(volume_id, Stage(numbers, prepared), publish)
+        with self._held(volume_id) as disk:
+            disk.settle(commit, numbers)
+            disk.forget_dropped()
+        return commit
 
     def detach(self, volume_id: UUID, *, discard: bool) -> None:
         """Stop serving a disk and forget it. Safe to repeat.

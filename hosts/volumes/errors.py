@@ -68,6 +68,18 @@ class OverlayMismatch(Refused):
     code = "overlay_mismatch"
 
 
+class HeadMoved(Refused):
+    """A commit was made from a generation that is no longer the volume's head."""
+
+    code = "head_moved"
+
+    def __init__(self, volume_id: UUID, root_key: str | None) -> None:
+        super().__init__(f"Volume {volume_id} has moved on since this commit began.")
+        self.volume_id = volume_id
+        self.root_key = root_key
+        """The head's; None when it has none."""
+
+
 class Uncommitted(Refused):
     """The disk holds writes that no commit has, so it is not thrown away."""
 

@@ -11,12 +11,12 @@ from django.db import connection, transaction
 from django.utils import timezone
 
 from hosts.collection import stored_bytes, stored_bytes_by_owner, unpinned
-from hosts.errors import GenerationGone, HeadMoved, ObjectsCollected, StaleEpoch
+from hosts.errors import GenerationGone, ObjectsCollected, StaleEpoch
 from hosts.keys import DatabaseKeys, destroy
 from hosts.models import Generation, StoredObject, Volume
 from hosts.services import begin_reading, new_volume, publish_commit, publish_generation
 from hosts.volumes.commit import Commit
-from hosts.volumes.errors import KeyDestroyed, StoreUnavailable
+from hosts.volumes.errors import HeadMoved, KeyDestroyed, StoreUnavailable
 from hosts.volumes.failpoints import NAMES, VARIABLE
 from hosts.volumes.objects import StoreConfig
 from tests.hosts.collecting import GRACE, SETTLE_RUNS, StoredWorld, World

@@ -1,8 +1,12 @@
 """Publishing a commit: what it stored is written down with the head that names it."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from django import db
+from django.db import connection, transaction
 
 from hosts.models import Generation, StoredObject, Volume
 from hosts.services import count_gets, new_volume
@@ -54,3 +58,35 @@ def test_gets_are_added_once_however_often_they_are_told(world: World) -> None:
     count_gets(volume.pk, epoch=volume.epoch, requests=99)  # of the attachment before
     count_gets(volume.pk, epoch=again.epoch, requests=5)
     assert Volume.objects.get(pk=volume.pk).store_gets == 17
+
+
+@pytest.mark.django_db(transaction=True)
+def test_who_waits_for_a_head_that_moves_is_given_the_new_one(world: World) -> None:
+    volume = world.attach(new_volume(owner="7", head=world.import_volume("")))
+    made = world.upload(volume, world.blocks(1))
+    assert made is not None
+    found: list[Volume] = []
+
+    def attach_again() -> None:
+        found.append(world.attach(volume))
+        db.connections.close_all()
+
+    waiting = threading.Thread(target=attach_again)
+    with transaction.atomic():
+        head = world.publish(volume, made, {})
+        waiting.start()
+        _await_lock()
+    waiting.join()
+    assert found[0].head == head
+
+
+def _await_lock() -> None:
+    """Wait until another session of this database waits for a row."""
+    deadline = time.monotonic() + 30
+    with connection.cursor() as cursor:
+        waits = 0
+        while not waits:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            waits = cursor.fetchone()[0]

@@ -5,7 +5,7 @@ boto3 for each would cost more than what is tried. A line of JSON on its input i
 one on its output says how its worker ended.
 
 The head that a database would hold is a file that is moved by compare-and-swap: a publish
-of an epoch that is over is refused.
+of an epoch that is over is refused, and one that was made from another root than the head.
 """
 
 import fcntl
@@ -26,6 +26,7 @@ from uuid import UUID
 from common.errors import Refused, Unavailable
 from hosts.volumes.commit import Commit
 from hosts.volumes.disks import Disks, DisksConfig
+from hosts.volumes.errors import HeadMoved
 from hosts.volumes.failpoints import VARIABLE
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.store import S3ObjectStore
@@ -70,17 +71,20 @@ class Head:
             self._write(epoch + 1, root_key)
             return epoch + 1
 
-    def move(self, epoch: int, root_key: str) -> None:
-        """Take a new root.
+    def move(self, volume_id: UUID, epoch: int, commit: Commit) -> None:
+        """Take a new root. Safe to repeat.
 
         Raises:
             StaleHead: another epoch has begun.
+            HeadMoved: the commit was made from another root.
         """
         with self._locked():
-            current, _ = self.read()
+            current, root_key = self.read()
             if current != epoch:
                 raise StaleHead(f"Epoch {epoch} is over, {current} has begun.")
-            self._write(epoch, root_key)
+            if root_key not in (commit.base_root_key, commit.root_key):
+                raise HeadMoved(volume_id, root_key)
+            self._write(epoch, commit.root_key)
 
     def _write(self, epoch: int, root_key: str) -> None:
         new = self.path.with_suffix(".new")
@@ -193,7 +197,7 @@ def carry_out(site: Site, operation: str) -> None:
     head = Head(Path(site.head))
 
     def publish(commit: Commit) -> None:
-        head.move(site.epoch, commit.root_key)
+        head.move(volume_id, site.epoch, commit)
 
     def publish_late(commit: Commit) -> None:
         _await_next_cut(disks, volume_id)

@@ -18,6 +18,7 @@ from common.units import MiB
 from hosts.volumes.commit import Commit, import_image
 from hosts.volumes.daemons import await_end
 from hosts.volumes.disks import Disks, DisksConfig
+from hosts.volumes.errors import HeadMoved
 from hosts.volumes.keys import Keyring
 from hosts.volumes.objects import StoreConfig
 from hosts.volumes.store import S3ObjectStore
@@ -57,6 +58,10 @@ class Host:
         return self.head_file.read_text()
 
     def publish(self, commit: Commit) -> None:
+        """Move the head as the database does: only from what the commit was made from."""
+        head = self.head if self.head_file.exists() else None
+        if head not in (commit.base_root_key, commit.root_key):
+            raise HeadMoved(self.volume_id, head)
         new = self.head_file.with_suffix(".new")
         new.write_text(commit.root_key)
         new.replace(self.head_file)
@@ -80,7 +85,7 @@ class Host:
             size_bytes=DEVICE_BYTES,
             keyring=Keyring(KeyForEach()),
         )
-        self.publish(commit)
+        self.head_file.write_text(commit.root_key)
         return commit
 
     def attach(self, epoch: int = 1) -> Nbd:

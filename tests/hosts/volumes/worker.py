@@ -15,6 +15,7 @@ from uuid import UUID
 
 from hosts.volumes.commit import Commit
 from hosts.volumes.disks import Disks, DisksConfig
+from hosts.volumes.errors import HeadMoved
 from hosts.volumes.failpoints import VARIABLE
 from hosts.volumes.objects import StoreConfig
 from tests.forker import start_forker
@@ -54,6 +55,8 @@ def carry_out(values: dict[str, Any], operation: str) -> None:
     head = Path(values["head_file"])
 
     def publish(commit: Commit) -> None:
+        if head.read_text() not in (commit.base_root_key, commit.root_key):
+            raise HeadMoved(volume_id, head.read_text())
         new = head.with_suffix(".new")
         new.write_text(commit.root_key)
         new.replace(head)
