@@ -99,6 +99,14 @@ def test_a_form_says_beside_the_field_what_is_wrong(member: Person) -> None:
     member.photographs("claim-refused")
 
 
+def claims(member: Person) -> str:
+    """Claim a sandbox from the list that is open, which shows it by itself; return its id."""
+    claimed = {"template_id": "default", "memory_bytes": str(512 * 1024**2)}
+    assert member.posts("/sandboxes/claim/", **claimed) == 200
+    link = member.find("#rows a[href^='/sandboxes/rs-']")
+    return str(link.get_attribute("href")).split("/sandboxes/")[1].split("/")[0]
+
+
 def test_the_list_is_live(member: Person) -> None:
     member.open("/sandboxes/")
 
@@ -108,11 +116,7 @@ def test_the_list_is_live(member: Person) -> None:
         "the live connection",
     )
 
-    claimed = {"template_id": "default", "memory_bytes": str(512 * 1024**2)}
-    assert member.posts("/sandboxes/claim/", **claimed) == 200
-    link = member.find("#rows a[href^='/sandboxes/rs-']")
-
-    sandbox_id = str(link.get_attribute("href")).split("/sandboxes/")[1].split("/")[0]
+    sandbox_id = claims(member)
     assert member.posts(f"/sandboxes/{sandbox_id}/delete/") < 400
     member.has_lost(sandbox_id)
     member.sees("Your first computer to come back to")
@@ -120,10 +124,7 @@ def test_the_list_is_live(member: Person) -> None:
 
 def test_the_list_shows_what_changed_while_it_was_being_fetched(member: Person) -> None:
     member.open("/sandboxes/")
-    claimed = {"template_id": "default", "memory_bytes": str(512 * 1024**2)}
-    assert member.posts("/sandboxes/claim/", **claimed) == 200
-    link = member.find("#rows a[href^='/sandboxes/rs-']")
-    sandbox_id = str(link.get_attribute("href")).split("/sandboxes/")[1].split("/")[0]
+    sandbox_id = claims(member)
 
     # The answer to the first change is on its way for longer than the next change takes.
     member.has_latency(5)
@@ -132,3 +133,29 @@ def test_the_list_shows_what_changed_while_it_was_being_fetched(member: Person) 
     member.has_latency(0)
 
     member.sees("Your first computer to come back to")
+
+
+def test_no_form_looks_sent_while_its_page_brings_itself_up_to_date(member: Person) -> None:
+    member.open("/sandboxes/")
+    sandbox_id = claims(member)
+    for page in ("snapshots", "history"):
+        member.open(f"/sandboxes/{sandbox_id}/{page}/")
+        idle = member.find(f"#{page} .when-idle")
+
+        member.has_latency(5)
+        for part in ("head", page):
+            member.run("htmx.trigger(arguments[0], 'sandbox:changed')", f"#{part}")
+            member.find(f"#{part}.htmx-request")
+
+        assert idle.is_displayed()
+        assert texts_that_say_busy(member) == []
+        member.has_latency(0)
+    assert member.posts(f"/sandboxes/{sandbox_id}/delete/") < 400
+    member.has_lost(sandbox_id)
+
+
+def texts_that_say_busy(member: Person) -> list[str]:
+    """List what buttons say while what they sent is on its way."""
+    texts = member.driver.find_elements(By.CSS_SELECTOR, ".when-busy")
+    assert texts
+    return [text.text for text in texts if text.is_displayed()]
