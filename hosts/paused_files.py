@@ -30,9 +30,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,6 +41,7 @@ from uuid import UUID
 
 from common.errors import Refused, Unavailable
 from hosts import paused_mount, paused_settle, paused_starter
+from hosts.paused_mount import Given, Spec
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,9 @@ KILL_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 4096
 DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED)
 """What a mount answers whose FUSE daemon ended."""
+
+
+_Socket = socket.socket
 
 
 class FileSystemDamaged(Refused):
@@ -89,9 +94,11 @@ class PausedFiles:
         """See to it that the next `open` is a fast one; does not wait for that."""
         path = self._starter()
         if not paused_starter.keep(path):
-            self._config.files_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._started = self._run(
-                paused_starter.__name__, str(path), stdout=subprocess.DEVNULL
+                paused_starter.__name__,
+                str(path),
+                str(self._root_dir()),
+                str(self._config.first_id),
             )
 
     def cool(self) -> None:
@@ -256,7 +263,6 @@ class PausedFiles:
         self._stop(volume_id)
 
     def _start(self, volume_id: UUID, image: Path, show: Callable[[], object]) -> None:
-        (self._config.files_dir / "root").mkdir(exist_ok=True)  # each mounts its own over it
         answer: dict[str, Any] = {}
         failure: BaseException | None = None
         with self._lock_state(volume_id) as state_fd:
@@ -280,13 +286,49 @@ class PausedFiles:
     ) -> dict[str, Any]:
         """Start the mount's process, give it its image, and return the line that it says."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs:
-            spec = self._spec(volume_id, state_fd, theirs.fileno())
-            with self._launched(spec, state_fd, theirs.fileno()) as reader:
-                theirs.close()
-                show()
+        with ours, theirs, _pipe() as (reader, writer), ThreadPoolExecutor(1) as beside:
+            process = None
+            try:
+                with self._given(volume_id, state_fd, theirs, writer) as given:
+                    started = beside.submit(self._begin, volume_id, given)
+                    try:
+                        show()
+                    finally:
+                        process = started.result()
                 _give(image, ours, self._config.first_id)
-                return _read_answer(reader)
+                return _read_answer(reader.fileno())
+            finally:
+                if process is not None:
+                    _reap(process)
+
+    @contextmanager
+    def _given(
+        self, volume_id: UUID, state_fd: int, image: _Socket, status: BinaryIO
+    ) -> Iterator[Given]:
+        """Open what a confinement serves with; all of it is closed here in the end."""
+        with ExitStack() as stack:
+
+            def opened(kind: str, more: int = 0) -> int:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | more
+                fd = os.open(self._path(volume_id, kind), flags, 0o600)
+                stack.callback(os.close, fd)
+                return fd
+
+            log_fd = self._log()
+            stack.callback(os.close, log_fd)
+            stack.callback(status.close)
+            stack.enter_context(image)
+            yield Given(
+                status=status.fileno(),
+                image=image.fileno(),
+                state=state_fd,
+                listener=stack.enter_context(_listen(self.socket(volume_id))).fileno(),
+                settling=stack.enter_context(_listen(self._path(volume_id, "settle"))).fileno(),
+                used=opened("used"),
+                dirty=opened("dirty"),
+                log=log_fd,
+                pid_file=opened("pid", os.O_TRUNC),
+            )
 
     @contextmanager
     def _lock_state(self, volume_id: UUID) -> Iterator[int]:
@@ -303,52 +345,37 @@ class PausedFiles:
         finally:
             os.close(fd)
 
-    @contextmanager
-    def _launched(self, spec: str, state_fd: int, image_fd: int) -> Iterator[int]:
-        """Start the mount's process; yields the pipe that its answer comes by.
+    def _begin(self, volume_id: UUID, given: Given) -> subprocess.Popen[bytes] | None:
+        """Have a confinement serve, or make one.
 
-        The starter does it, or where that does not, nor will, a new Python.
+        The starter does it, or where that does not, nor will, a new Python of ours, which is
+        returned.
         """
-        with _pipe() as (reader, writer):
-            process = None
-            if not self._fork(spec, state_fd, image_fd, writer.fileno()):
-                fds = (state_fd, image_fd)
-                process = self._run(
-                    paused_mount.__name__, spec, stdout=writer.fileno(), pass_fds=fds
-                )
-            writer.close()
-            try:
-                yield reader.fileno()
-            finally:
-                if process is not None:
-                    _reap(process)
+        repair = self._was_cut_short(volume_id)
+        if paused_starter.ask(self._starter(), given, repair=repair):
+            return None
+        spec = Spec(str(self._root_dir()), self._config.first_id, repair, given)
+        return self._run(paused_mount.__name__, json.dumps(asdict(spec)), pass_fds=given)
 
-    def _fork(self, spec: str, state_fd: int, image_fd: int, answer: int) -> bool:
-        complaints = self._log()
-        try:
-            return paused_starter.ask(
-                self._starter(),
-                spec,
-                state=state_fd,
-                image=image_fd,
-                log=complaints,
-                answer=answer,
-            )
-        finally:
-            os.close(complaints)
+    def _root_dir(self) -> Path:
+        """Give the folder over which each confinement mounts a root of its own."""
+        path = self._config.files_dir / "root"
+        self._config.files_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
+        return path
 
     def _run(
-        self, module: str, argument: str, *, stdout: int, pass_fds: tuple[int, ...] = ()
+        self, module: str, *arguments: str, pass_fds: Sequence[int] = ()
     ) -> subprocess.Popen[bytes]:
         complaints = self._log()
         try:
             return subprocess.Popen(
-                [sys.executable, "-m", module, argument],
+                [sys.executable, "-m", module, *arguments],
                 cwd=ROOT,
                 env=paused_mount.ENVIRONMENT
                 | {"PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "PYTHONUTF8": "1"},
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
+                stdout=subprocess.DEVNULL,
                 stderr=complaints,
                 pass_fds=pass_fds,
                 start_new_session=True,
@@ -358,22 +385,6 @@ class PausedFiles:
 
     def _starter(self) -> Path:
         return self._config.files_dir / f"starter-{paused_starter.code_version()}"
-
-    def _spec(self, volume_id: UUID, state_fd: int, image_fd: int) -> str:
-        return json.dumps(
-            {
-                "socket": str(self.socket(volume_id)),
-                "settle_socket": str(self._path(volume_id, "settle")),
-                "pid_file": str(self._path(volume_id, "pid")),
-                "state_fd": state_fd,
-                "image_fd": image_fd,
-                "used_file": str(self._path(volume_id, "used")),
-                "dirty_file": str(self._path(volume_id, "dirty")),
-                "root_dir": str(self._config.files_dir / "root"),
-                "first_id": self._config.first_id,
-                "repair": self._was_cut_short(volume_id),
-            }
-        )
 
     def _log(self) -> int:
         path = self._config.log_file or Path(os.devnull)
@@ -452,6 +463,19 @@ def _started(pid: int) -> str | None:
         return None
     state, started = fields[0], fields[19]
     return None if state in ("Z", "X") else started
+
+
+def _listen(path: Path) -> socket.socket:
+    """Make a socket in a folder that is ours alone."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _give(image: Path, confinement: socket.socket, owner: int) -> None:

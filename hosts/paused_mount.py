@@ -2,7 +2,7 @@
 
     python -m hosts.paused_mount '<spec as JSON>'     started as root by `hosts.paused_files`
 
-    root, host's namespaces      a small root is built: /usr read-only, /dev/fuse, the image
+    root, host's namespaces      a small root is built: /usr read-only, /dev/fuse
       └─ fork, new user, mount, PID, network, IPC and UTS namespaces
          └─ init (PID 1)         e2fsck if need be, fuse2fs, then the server; it unmounts
             ├─ fuse2fs           sees the small root; may do no more than mount
@@ -14,10 +14,11 @@ network, without a way to run or load a file of the guest (the mount is `noexec`
 Python's imports are shut before the first request). Init is the namespace's PID 1: when it
 ends, so does everything in it.
 
-All is made ready before the image is there, which comes last, by a socket, as a mount of its
-own: so the sandbox's disk can be attached meanwhile.
+All is made ready before it is known what is to be served: that comes by a socket (`Given`),
+so that `hosts.paused_starter` can keep a confinement that waits. The image comes last, as a
+mount of its own: so the sandbox's disk can be attached meanwhile.
 
-One line of JSON on standard output says how the start went.
+One line of JSON says how the start went.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from common.units import GiB
 from hosts import paused_clean, paused_settle, paused_syscalls
@@ -100,31 +101,46 @@ UNMOUNT_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
 MAX_FD = 1 << 20
 
+_TOLD = 8
+"""How many descriptors init is given: all but the pid file's."""
+
+_MEND, _REPAIR = b"m", b"r"
+
 AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 
 ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "TZ": "UTC0"}
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What `hosts.paused_files` asks for; every path is absolute.
+class Given(NamedTuple):
+    """The descriptors that a confinement serves with; nothing of it has a name inside.
 
-    Two descriptors are inherited: `state_fd`, with a lock on it that lasts until init ends,
-    and `image_fd`, a socket by which the image comes (see `send_image`). `repair` asks
-    e2fsck to mend all it can, and not only what is sure to be harmless: for an image whose
-    last mount here was cut short.
+    `state` has a lock on it that lasts until init ends, and `image` is a socket by which the
+    image comes (see `send_image`). Who starts it reads how that went from `status`.
     """
 
-    socket: str
-    settle_socket: str
-    pid_file: str
-    state_fd: int
-    image_fd: int
-    used_file: str
-    dirty_file: str
+    status: int
+    image: int
+    state: int
+    listener: int
+    settling: int
+    used: int
+    dirty: int
+    log: int
+    pid_file: int
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What `hosts.paused_files` asks for.
+
+    `root_dir` is an absolute path. `repair` asks e2fsck to mend all it can, and not only what
+    is sure to be harmless: for an image whose last mount here was cut short.
+    """
+
     root_dir: str
     first_id: int
     repair: bool
+    given: Given
 
 
 class Failed(Exception):
@@ -138,14 +154,16 @@ class Failed(Exception):
 
 @dataclass
 class Outside:
-    """What is opened before the confinement and used from inside it."""
+    """What was opened outside the confinement and is used from inside it."""
 
     status: int
+    image: int
+    state: int
     listener: socket.socket
     settling: socket.socket
-    state: int
     used: int
     dirty: int
+    repair: bool
 
     def tell(self, **answer: object) -> None:
         """Write the one line that the worker waits for, if it still lives."""
@@ -160,57 +178,18 @@ class Outside:
 
 
 def main(argument: str) -> None:
-    """Build the small root, confine a child in it, and say who it is."""
-    spec = Spec(**json.loads(argument))
-    os.umask(0o077)
-    # Blocked from here on, for init to inherit: to a PID 1 that neither blocks nor handles
-    # it, the kernel does not deliver a SIGTERM at all.
-    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
-    outside = Outside(
-        status=os.dup(1),
-        listener=_listen(spec.socket),
-        settling=_listen(spec.settle_socket),
-        state=spec.state_fd,
-        used=os.open(spec.used_file, os.O_RDWR | os.O_CREAT, 0o600),
-        dirty=os.open(spec.dirty_file, os.O_RDWR | os.O_CREAT, 0o600),
-    )
-    null = os.open("/dev/null", os.O_RDWR)
-    os.dup2(null, 1)
-    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
-    pid_file = os.open(spec.pid_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    _enter_small_root(spec)
-
-    init_pid = _confine(spec, outside, proc)
-    os.close(outside.state)  # init alone holds the lock by the time that anyone knows its pid
-    os.write(pid_file, f"{init_pid} {_start_time(proc, init_pid)}\n".encode())
-
-
-def _listen(path: str) -> socket.socket:
-    if os.path.lexists(path):
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(128)
-    return listener
-
-
-def _start_time(proc: int, pid: int) -> str:
-    """Read when a process began: with its pid, that names it for good."""
-    fd = os.open(f"{pid}/stat", os.O_RDONLY, dir_fd=proc)
-    try:
-        # The name in parentheses may hold anything; the 22nd field is counted after it.
-        return os.read(fd, 4096).decode(errors="replace").rpartition(")")[2].split()[19]
-    finally:
-        os.close(fd)
+    """Make a confinement, and have it serve at once."""
+    values = json.loads(argument)
+    spec = Spec(**values | {"given": Given(*values["given"])})
+    confine(spec.root_dir, spec.first_id).serve(spec.given, repair=spec.repair)
 
 
 # The small root
 
 
-def _enter_small_root(spec: Spec) -> None:
+def _enter_small_root(root: str) -> None:
     _unshare(CLONE_NEWNS)
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
-    root = spec.root_dir
     _mount("tmpfs", root, "tmpfs", MS_NOSUID, "mode=0755,size=1m")
     os.umask(0o022)
     for name in ("dev", "etc", "image", "mnt", "old", "usr"):
@@ -294,28 +273,77 @@ def _os_error(what: str) -> OSError:
 # The confinement
 
 
-def _confine(spec: Spec, outside: Outside, proc: int) -> int:
-    """Fork a child into new namespaces, map its ids, and return the pid of its init."""
+@dataclass
+class Confinement:
+    """An init that waits in a confinement of its own for what it is to serve.
+
+    It ends when this process ends without having said.
+    """
+
+    init_pid: int
+    """As the host knows it."""
+    _orders: socket.socket
+    _proc: int
+
+    def serve(self, given: Given, *, repair: bool) -> None:
+        """Have it serve what is given, all of which is closed here, and say who it is."""
+        told = given[:_TOLD]
+        socket.send_fds(self._orders, [_REPAIR if repair else _MEND], told)
+        # Init alone holds the lock by the time that anyone knows its pid.
+        for fd in told:
+            os.close(fd)
+        started = _start_time(self._proc, self.init_pid)
+        os.write(given.pid_file, f"{self.init_pid} {started}\n".encode())
+
+
+def confine(root_dir: str, first_id: int) -> Confinement:
+    """Build the small root, for this process too, and confine a child in it.
+
+    Args:
+        root_dir: a folder over which the root is built; nobody else sees it there.
+        first_id: as `hosts.paused_files.PausedFilesConfig` has it.
+    """
+    os.umask(0o077)
+    # Blocked from here on, for init to inherit: to a PID 1 that neither blocks nor handles
+    # it, the kernel does not deliver a SIGTERM at all.
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+    _enter_small_root(root_dir)
+    orders, inits = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
-        ours.close()
-        _run_and_exit(lambda: _become_confined(spec, outside, theirs))
+        _run_and_exit(lambda: _become_confined(inits, theirs))
+    inits.close()
     theirs.close()
     if ours.recv(1) != b"u":
         raise RuntimeError("the confined child did not start")
-    line = f"0 {spec.first_id} {MAPPED_IDS}\n".encode()
+    line = f"0 {first_id} {MAPPED_IDS}\n".encode()
     for name in ("uid_map", "gid_map"):
         fd = os.open(f"{child}/{name}", os.O_WRONLY, dir_fd=proc)
         os.write(fd, line)
         os.close(fd)
     ours.send(b"m")
     init_pid = int(ours.recv(32))
+    ours.close()
     os.waitpid(child, 0)
-    return init_pid
+    return Confinement(init_pid, orders, proc)
 
 
-def _become_confined(spec: Spec, outside: Outside, starter: socket.socket) -> None:
+def _start_time(proc: int, pid: int) -> str:
+    """Read when a process began: with its pid, that names it for good."""
+    fd = os.open(f"{pid}/stat", os.O_RDONLY, dir_fd=proc)
+    try:
+        # The name in parentheses may hold anything; the 22nd field is counted after it.
+        return os.read(fd, 4096).decode(errors="replace").rpartition(")")[2].split()[19]
+    finally:
+        os.close(fd)
+
+
+def _become_confined(orders: socket.socket, starter: socket.socket) -> None:
+    kept = sorted({0, 1, 2, orders.fileno(), starter.fileno()})
+    for lower, upper in zip(kept, [*kept[1:], MAX_FD], strict=True):
+        os.closerange(lower + 1, upper)
     _unshare(CONFINED)
     starter.send(b"u")
     if starter.recv(1) != b"m":
@@ -328,7 +356,7 @@ def _become_confined(spec: Spec, outside: Outside, starter: socket.socket) -> No
     init = os.fork()
     if init == 0:
         starter.close()
-        _run_and_exit(lambda: Init(spec, outside).run())
+        _run_and_exit(lambda: Init(orders).run())
     starter.send(str(init).encode())
 
 
@@ -418,21 +446,26 @@ class _Child:
 class Init:
     """PID 1 of the confinement."""
 
-    def __init__(self, spec: Spec, outside: Outside) -> None:
-        self._spec = spec
-        self._outside = outside
+    _outside: Outside
+    _server: _Child
+    _ready: int
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
         self._image = -1
         self._fuse, self._open_gate = self._prepare_mount()
-        self._server, self._ready = self._fork_server()
 
     def run(self) -> int:
         """Serve until SIGTERM; the state file then says whether all is in the image."""
-        if not _take_image(self._spec.image_fd):
+        if not self._take_orders():
+            return 0  # the kernel ends all of it with us
+        self._server, self._ready = self._fork_server()
+        if not _take_image(self._outside.image):
             self._kill_all()
             return 1
         self._image = os.open("/image/disk", os.O_RDWR | os.O_CLOEXEC)
         try:
-            if self._spec.repair or not paused_clean.is_clean(self._image):
+            if self._outside.repair or not paused_clean.is_clean(self._image):
                 self._check()
             self._outside.write_state(is_clean=False)
             os.write(self._open_gate, b"g")
@@ -450,12 +483,33 @@ class Init:
         self._kill_all()
         return 0 if asked and saved else 1
 
+    def _take_orders(self) -> bool:
+        """Wait until it is said what to serve; False where nobody will any more."""
+        with self._orders:
+            order, fds, _, _ = socket.recv_fds(self._orders, len(_REPAIR), _TOLD)
+        if not fds:
+            return False
+        status, image, state, listener, settling, used, dirty, log = fds
+        os.dup2(log, 2)
+        os.close(log)
+        self._outside = Outside(
+            status=status,
+            image=image,
+            state=state,
+            listener=socket.socket(fileno=listener),
+            settling=socket.socket(fileno=settling),
+            used=used,
+            dirty=dirty,
+            repair=order == _REPAIR,
+        )
+        return True
+
     def _check(self) -> None:
         """Replay the journal and mend what is harmless to mend.
 
         fuse2fs 1.47.0 crashes on a journal that needs replay: this comes first.
         """
-        mode = ("-f", "-y") if self._spec.repair else ("-p",)
+        mode = ("-f", "-y") if self._outside.repair else ("-p",)
         check, gate = _fork_waiting(
             ["e2fsck", *mode, "/image/disk"],
             calls=paused_syscalls.CHECK,
@@ -494,7 +548,7 @@ class Init:
         ready, tell_ready = os.pipe()
         server = os.fork()
         if server == 0:
-            for fd in (ready, self._outside.status, self._outside.state, self._spec.image_fd):
+            for fd in (ready, self._outside.status, self._outside.state, self._outside.image):
                 os.close(fd)
             os.close(self._open_gate)
             _run_and_exit(lambda: _serve_inside(self._outside, tell_ready))
@@ -593,21 +647,24 @@ def _fork_waiting(
 def _serve_inside(outside: Outside, ready: int) -> None:
     """Go into the mount, give up everything, and serve."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    image = _enter_mount()
+    # All that can be done before there is a mount is done by then.
     _limit(memory_bytes=SERVER_MEMORY_BYTES, processes=0)
     resource.setrlimit(resource.RLIMIT_NOFILE, (SERVER_FILES, SERVER_FILES))
-    _drop_capabilities()
     journal = Journal(outside.used, outside.dirty)
-    signal.pthread_sigmask(signal.SIG_SETMASK, set())
     forbid_imports()
+    with asyncio.Runner() as runner:
+        runner.get_loop()  # makes the sockets that it needs
+        image = _enter_mount()
+        _drop_capabilities()
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
-    async def serve_when_ready() -> None:
-        paused_syscalls.SERVE.load()  # the loop has made its sockets by now
-        os.write(ready, b"r")
-        os.close(ready)
-        await serve(outside.listener, journal, outside.settling, image)
+        async def serve_when_ready() -> None:
+            paused_syscalls.SERVE.load()
+            os.write(ready, b"r")
+            os.close(ready)
+            await serve(outside.listener, journal, outside.settling, image)
 
-    asyncio.run(serve_when_ready())
+        runner.run(serve_when_ready())
 
 
 def _enter_mount() -> int:
@@ -619,7 +676,7 @@ def _enter_mount() -> int:
     """
     outer = os.stat("/").st_dev
     while os.stat("/mnt").st_dev == outer:
-        time.sleep(0.002)
+        time.sleep(0.001)
     image = os.open("/image/disk", os.O_RDWR | os.O_CLOEXEC)
     os.chroot("/mnt")
     os.chdir("/")

@@ -512,8 +512,7 @@ def mount_files(volume: Volume) -> None:
     device = local.device_file(volume.pk)
 
     def show() -> None:
-        disks.attach(volume.pk, root_key=root_key, epoch=volume.epoch)
-        disks.export_fuse(volume.pk, device)
+        disks.attach(volume.pk, root_key=root_key, epoch=volume.epoch, shown_at=device)
 
     local.paused_files().open(volume.pk, device, show=show)
 

@@ -20,6 +20,9 @@ from hosts.volumes.errors import DaemonFailed
 
 START_TIMEOUT_S = 60
 ENDED_TIMEOUT_S = 10
+SPARE_FOLDERS = {"export": "spares", "daemon": "spare-daemons"}
+"""Where those lie that were started ahead, by the names of their pidfiles."""
+
 _ERROR_TAIL = 2000
 _NAME_BYTES = 29
 
@@ -75,11 +78,16 @@ def daemon_pid(pidfile: Path) -> int | None:
     # Empty for a zombie: it has ended.
     if os.fsencode(pidfile) in arguments:
         return pid
+    first = spare_pidfile(pidfile)
+    return pid if first is not None and os.fsencode(first) in arguments else None
+
+
+def spare_pidfile(pidfile: Path) -> Path | None:
+    """Say where the pidfile of a disk's daemon was first; None if it was no spare."""
     name = spare_name(pidfile)
     if name is None:
         return None
-    first = pidfile.parents[2] / "spares" / name / pidfile.name
-    return pid if os.fsencode(first) in arguments else None
+    return pidfile.parents[2] / SPARE_FOLDERS[pidfile.stem] / name / pidfile.name
 
 
 def spare_mark(pidfile: Path) -> Path:

@@ -29,7 +29,6 @@ from hosts.volumes.errors import (
 from hosts.volumes.export_daemon import ExportDaemon
 from hosts.volumes.exports import FetchCounter, Fetched
 from hosts.volumes.failpoints import reach
-from hosts.volumes.index import Root
 from hosts.volumes.keys import Keyring, KeySource, PlainKeys
 from hosts.volumes.locks import locked
 from hosts.volumes.naming import ObjectName, parse_key
@@ -165,7 +164,9 @@ class Disk:
         volume_id: UUID,
         store: ObjectStore,
         cache: ObjectCache,
+        *,
         spares: Spares,
+        spare_daemons: Spares,
     ) -> None:
         self._config = config
         self._store = store
@@ -178,7 +179,15 @@ class Disk:
         self._eased_file = self._overlay_dir / "eased"
         self._fetched_here = self._overlay_dir / "fetched"
         self.state = DiskState.read(self._state_file)
-        self.daemon = StorageDaemon(self._run_dir, self._overlay_dir, user=config.user)
+        self._has_fresh_layer = False
+        self._keyring: Keyring | None = None
+        """Of the root that was just opened."""
+        self.daemon = StorageDaemon(
+            self._run_dir,
+            self._overlay_dir,
+            user=config.user,
+            take_spare=spare_daemons.take,
+        )
         self.export = ExportDaemon(
             self._run_dir,
             config.cache_dir,
@@ -253,11 +262,17 @@ class Disk:
             return True
         return root_key in (state.root_key, *state.past_root_keys)
 
-    def attach(self, root_key: str, epoch: int, start_blocks: bytes | None) -> None:
+    def attach(
+        self,
+        root_key: str,
+        epoch: int,
+        start_blocks: bytes | None,
+        shown_at: Path | None = None,
+    ) -> None:
         self._settle_with(root_key, epoch)
         is_new = self.state is None
         if is_new:
-            self._record(root_key, epoch)
+            self._record(root_key, epoch, shown_at)
         state = self._require()
         # Others pass through to the disk's socket; the rest is the daemons' alone.
         self._config.own_dir(self._run_dir, 0o711)
@@ -275,10 +290,15 @@ class Disk:
         self._ensure_export()
         reach("attach.exported")
         if not self.daemon.is_running():
-            self._start_daemon(state)
+            self._start_daemon(state, shown_at)
+            reach("attach.served")
+            self._clean_up()
+            return
         reach("attach.served")
         with self.daemon.connect() as qmp:
             self._reconcile(qmp)
+        if shown_at is not None:
+            self.export_fuse(shown_at)
 
     def _settle_with(self, root_key: str, epoch: int) -> None:
         """Bring what is here into line with the head that the caller knows."""
@@ -297,13 +317,12 @@ class Disk:
                 raise OverlayMismatch("The overlay here was written over another root.")
             self._tear_down()
 
-    def _record(self, root_key: str, epoch: int) -> None:
+    def _record(self, root_key: str, epoch: int, shown_at: Path | None) -> None:
         """Begin a disk: its root is read before anything is made."""
         fetched = list[int]()
         cache = self._cache.counted(fetched.append)
-        root = open_root(
-            cache.whole(root_key), parse_key(root_key)[1], Keyring(self._config.keys)
-        )
+        self._keyring = Keyring(self._config.keys)
+        root = open_root(cache.whole(root_key), parse_key(root_key)[1], self._keyring)
         # Not the daemons' own: they open what we made, and cannot put anything there.
         self._overlay_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._overlay_dir.chmod(0o711)
@@ -311,7 +330,11 @@ class Disk:
         # Left by a tear-down that was cut short: nobody's, and of another life.
         self._delete_strays()
         self._make_overlay(self.state.add_overlay())
+        # All that its daemon will be started with: each time that this is saved takes long.
+        self.state.mountpoint = None if shown_at is None else str(shown_at)
+        self._make_layer()
         self._save()
+        self._has_fresh_layer = True
         self.export.fetched.unlink(missing_ok=True)
         self._fetched_here.unlink(missing_ok=True)
         with self.counter() as counter:
@@ -351,23 +374,28 @@ class Disk:
 
     def _export_keys(self) -> Keyring:
         """Give the keys that an export of the disk's generations will ever need."""
-        keyring = Keyring(self._config.keys)
-        self._open_root(self._require().root_key, keyring)
+        keyring = self._keyring
+        if keyring is None:
+            root_key = self._require().root_key
+            keyring = Keyring(self._config.keys)
+            open_root(self._cache.whole(root_key), parse_key(root_key)[1], keyring)
         keyring.learn([self.volume_id.bytes])
         return keyring
 
-    def _open_root(self, root_key: str, keyring: Keyring) -> Root:
-        return open_root(self._cache.whole(root_key), parse_key(root_key)[1], keyring)
-
-    def _start_daemon(self, state: DiskState) -> None:
+    def _start_daemon(self, state: DiskState, shown_at: Path | None) -> None:
         self._unmount()
         self.daemon.stop()  # one that was killed may still hold its files
-        self._begin_layer()
+        if not self._has_fresh_layer:
+            if shown_at is not None:
+                state.mountpoint = str(shown_at)
+            self._begin_layer()
+        self._has_fresh_layer = False
         group = self._config.socket_group
         self.daemon.start(
             state,
             export_socket=self.export.socket,
             socket_gid=None if group is None else grp.getgrnam(group).gr_gid,
+            shown_at=shown_at,
         )
 
     def _reconcile(self, qmp: Qmp) -> None:
@@ -376,8 +404,12 @@ class Disk:
         self._ensure_export()
         self._make_overlay(state.active)
         self._bring_into_line(qmp, state)
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Delete what neither the state file nor a daemon that is what it says names."""
         self._delete_strays()
-        self.export.withdraw_others(state.root_key)
+        self.export.withdraw_others(self._require().root_key)
 
     def _bring_into_line(self, qmp: Qmp, state: DiskState) -> None:
         """Make the daemon what the state file says.
@@ -399,6 +431,10 @@ class Disk:
 
     def _begin_layer(self) -> None:
         """Have an empty layer from here on, or none when the host has none."""
+        self._make_layer()
+        self._save()
+
+    def _make_layer(self) -> None:
         state = self._require()
         if self._may_have_layer():
             path = self.daemon.layer_path(state.begin_layer())
@@ -406,7 +442,6 @@ class Disk:
             self._make_image(path)
         else:
             state.end_layer()
-        self._save()
 
     def _layer_is_over(self, nodes: frozenset[str]) -> bool:
         """Tell whether the layer must go: it may be wrong, or has become too large."""
@@ -432,8 +467,11 @@ class Disk:
     def _may_have_layer(self) -> bool:
         """Tell whether the host has layers, and room for this one.
 
-        A read whose copy finds no room is an error of the read.
+        A read whose copy finds no room is an error of the read. A disk that is shown as a file
+        has none: the kernel keeps what is read of a file, and it is shown sooner without.
         """
+        if self._require().mountpoint is not None:
+            return False
         budget_bytes = self._config.layer_budget_bytes
         free = os.statvfs(self._overlay_dir)
         return 0 < budget_bytes <= free.f_bavail * free.f_frsize // LAYER_ROOM

@@ -19,7 +19,7 @@ holds the state at that moment must not be in the way of who starts it again (`m
 are taken in the order cuts, uploads, state, export.
 
     RUN_DIR/disks/<volume hex>/       sockets, pidfiles, what the export needs; the daemons' own
-    RUN_DIR/spares/                   an export that waits for the next disk, see `spares`
+    RUN_DIR/{spares,spare-daemons}/   what waits for the next disk, see `spares`
     STATE_DIR/overlays/<volume hex>/  overlay-<n>.qcow2, layer-<n>.qcow2, state.json
     STATE_DIR/cache/                  the host's cache, see `cache`
 """
@@ -52,7 +52,7 @@ from hosts.volumes.failpoints import reach
 from hosts.volumes.locks import LOCK_TIMEOUT_S, forget, locked
 from hosts.volumes.naming import ObjectName
 from hosts.volumes.pacing import Limits
-from hosts.volumes.spares import Spares
+from hosts.volumes.spares import DAEMONS, Spares
 from hosts.volumes.storage_daemon import EXPORT_NAME
 from hosts.volumes.store import S3ObjectStore
 from hosts.volumes.uploads import Gate
@@ -137,6 +137,9 @@ class Disks:
         config.own_dir(config.cache_dir, 0o711)
         config.own_dir(config.cache_dir / "packs", 0o700)
         self._spares = Spares(config.run_dir, user=config.user, own_dir=config.own_dir)
+        self._spare_daemons = Spares(
+            config.run_dir, user=config.user, own_dir=config.own_dir, kind=DAEMONS
+        )
         self._cache = ObjectCache(
             config.cache_dir,
             budget_bytes=config.cache_budget_bytes,
@@ -147,10 +150,12 @@ class Disks:
     def warm(self) -> None:
         """See to it that the next `attach` is a fast one; does not wait for that."""
         self._spares.warm()
+        self._spare_daemons.warm()
 
     def cool(self) -> None:
         """End what `warm` has started. Disks stay as they are."""
         self._spares.cool()
+        self._spare_daemons.cool()
 
     def attach(
         self,
@@ -159,6 +164,7 @@ class Disks:
         root_key: str,
         epoch: int,
         start_blocks: bytes | None = None,
+        shown_at: Path | None = None,
     ) -> AttachedDisk:
         """Serve a generation with an overlay for its writes. Safe to repeat.
 
@@ -168,6 +174,7 @@ class Disks:
         Args:
             start_blocks: what `start_blocks` gave at an earlier start: it is fetched ahead in
                 the background.
+            shown_at: as `export_fuse` has it, which is done along with it, in less time.
 
         Raises:
             StaleEpoch: this host has the disk for a later epoch.
@@ -176,11 +183,11 @@ class Disks:
         """
         with self._held(volume_id) as disk:
             if disk.goes_on_with(root_key, epoch):
-                disk.attach(root_key, epoch, start_blocks)
+                disk.attach(root_key, epoch, start_blocks, shown_at)
                 return disk.attached()
         # What is here may have to go: nobody may be storing it.
         with self._alone(volume_id) as disk:
-            disk.attach(root_key, epoch, start_blocks)
+            disk.attach(root_key, epoch, start_blocks, shown_at)
             return disk.attached()
 
     def health(self, volume_id: UUID) -> DiskHealth:
@@ -609,7 +616,14 @@ class Disks:
             disk.drop_fuse()
 
     def _disk(self, volume_id: UUID) -> Disk:
-        return Disk(self.config, volume_id, self._store, self._cache, self._spares)
+        return Disk(
+            self.config,
+            volume_id,
+            self._store,
+            self._cache,
+            spares=self._spares,
+            spare_daemons=self._spare_daemons,
+        )
 
     @contextmanager
     def _held(self, volume_id: UUID, *, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Disk]:

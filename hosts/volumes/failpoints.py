@@ -20,6 +20,10 @@ NAMES = (
     "rotate.prepared",  # the daemon knows the next overlay, the state file does not
     "rotate.recorded",  # the state file has it on top, writes still go to the old
     "rotate.done",  # writes go to the new overlay
+    "spare.export-moved",  # a spare is reached by its disk's socket, and is not the disk's yet
+    "spare.export-set-up",
+    "spare.daemon-moved",  # the same of a storage daemon, which has no nodes yet
+    "spare.daemon-set-up",  # it serves the disk, and is not yet known to be the disk's
     "ahead.cut",  # the next commit is cut while the last is on its way
     "ahead.encoded",  # and encoded; nothing of it is put
     "commit.packs",  # packs are uploaded

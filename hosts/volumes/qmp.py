@@ -4,12 +4,13 @@ Source: QEMU, docs/interop/qmp-spec.rst.
 """
 
 import json
+import secrets
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from uuid import uuid4
 
 from common.units import MiB
 from hosts.volumes.errors import DaemonFailed
@@ -18,6 +19,8 @@ TIMEOUT_S = 60
 """For one command. Adding a node may wait for a flush to the local disk."""
 
 MAX_ANSWER_BYTES = 4 * MiB
+
+_ID_BYTES = 4
 
 
 class QmpRefused(DaemonFailed):
@@ -61,22 +64,45 @@ class Qmp:
             QmpRefused: the daemon says that it cannot be done.
             DaemonFailed: no answer; whether it was done is unknown.
         """
+        return self.execute_all([(command, arguments)])[0]
+
+    def execute_all(self, commands: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Any]:
+        """Run commands one after the other without waiting in between.
+
+        Those after one that is refused are carried out nevertheless.
+
+        Raises:
+            QmpRefused: the first of those that cannot be done.
+            DaemonFailed: as `execute` has it.
+        """
         deadline = time.monotonic() + self._timeout_s
         # What an earlier client gave up waiting for may be answered to this one.
-        mine = uuid4().hex
-        request = {"execute": command, "arguments": _dashed(arguments), "id": mine}
+        mine = secrets.token_hex(_ID_BYTES)
+        requests = b""
+        for number, (command, arguments) in enumerate(commands):
+            request = {"execute": command, "id": f"{mine}-{number}"}
+            if arguments:
+                request["arguments"] = _dashed(arguments)
+            # The daemon reads byte by byte: no spaces.
+            requests += json.dumps(request, separators=(",", ":")).encode() + b"\n"
         try:
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
-            while True:
-                answer = self._receive(deadline)
-                if answer.get("id", mine) != mine:
-                    continue
-                if "error" in answer:
-                    raise QmpRefused(f"{command}: {answer['error'].get('desc')}")
-                if "return" in answer:
-                    return answer["return"]
+            self._socket.sendall(requests)
+            answers = [
+                self._answer_to(f"{mine}-{number}", deadline) for number in range(len(commands))
+            ]
         except OSError as error:
-            raise DaemonFailed(f"No answer to {command}: {error}.") from error
+            raise DaemonFailed(f"No answer to {commands[0][0]}: {error}.") from error
+        for (command, _), answer in zip(commands, answers, strict=True):
+            if "error" in answer:
+                raise QmpRefused(f"{command}: {answer['error'].get('desc')}")
+        return [answer["return"] for answer in answers]
+
+    def _answer_to(self, name: str, deadline: float) -> dict[str, Any]:
+        """Wait for the answer to a request; events and answers to others are passed over."""
+        while True:
+            answer = self._receive(deadline)
+            if answer.get("id", name) == name and ("error" in answer or "return" in answer):
+                return answer
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\n" not in self._buffer:

@@ -1,17 +1,24 @@
-"""One export process of a host that waits, everything imported, for the next disk.
+"""One export and one storage daemon of a host that wait, all loaded, for the next disk.
 
-Starting an export is mostly Python importing: a disk that takes the spare does not wait for
-that. The spare serves nothing until it is told whose it is, at the first connection.
+Starting an export is mostly Python importing, and starting a storage daemon mostly loading:
+a disk that takes the spares does not wait for that. A spare export serves nothing until it
+is told whose it is, at the first connection; a spare storage daemon has no nodes until the
+disk that takes it gives it some.
 
-    RUN_DIR/spares/                      root's
-    RUN_DIR/spares/<code>-<random>/      the daemons' own, as those of disks are
-        export.{sock,pid}                moved to the disk that takes it
-        export.json                      a link to that disk's, made then
+    RUN_DIR/spares/                           root's
+    RUN_DIR/spares/<code>-<random>/           the daemons' own, as those of disks are
+        export.{sock,pid}                     moved to the disk that takes it
+        export.json                           a link to that disk's, made then
+    RUN_DIR/spare-daemons/                    root's
+    RUN_DIR/spare-daemons/<code>-<random>/    the daemons' own
+        {disk.sock,qmp.sock,daemon.pid}       moved to the disk that takes it
 
-`<code>` stands for the engine's files: after an update, a spare of the earlier release is
-not used. The disk's pidfile says which process it is, and `export.spare` beside it under
-which name it was started (see `daemons`). A worker may die at any moment: a spare of which
-only the socket was moved is nobody's, and ended by whoever makes the next.
+`<code>` stands for the engine's files and the programs: after an update, a spare of the
+earlier release is not used. The disk's pidfile says which process it is, and `export.spare`
+or `daemon.spare` beside it under which name it was started (see `daemons`). A worker may die
+at any moment. The pidfile is moved last, once the spare does all that the disk's own would:
+one of which only the socket was moved is nobody's, and ended by whoever makes the next, or
+by whoever starts the disk again.
 """
 
 import fcntl
@@ -24,19 +31,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import zstandard
 
+from hosts.volumes import export_daemon, storage_daemon
 from hosts.volumes.daemons import (
+    SPARE_FOLDERS,
     daemon_pid,
     end_daemon,
     is_spare_name,
+    plain_environment,
     spare_mark,
     spare_name,
 )
 from hosts.volumes.errors import DaemonFailed
-from hosts.volumes.export_daemon import CONFIG_NAME, PID_NAME, SOCKET_NAME, start_export
+from hosts.volumes.export_daemon import CONFIG_NAME, start_export
+from hosts.volumes.failpoints import reach
+from hosts.volumes.storage_daemon import start_empty
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +68,42 @@ _HERE = Path(__file__).resolve()
 CODE = (_HERE.parent, _HERE.parents[2] / "platform" / "common")
 """Where the code of an export lies."""
 
+PROGRAMS = ("nbdkit", "qemu-storage-daemon")
+
 _CODE_DIGITS = 12
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a spare is one of."""
+
+    name: str
+    socket_names: tuple[str, ...]
+    start: Callable[[Path, str | None], None]
+    """Starts one in a folder, as a user."""
+    link_name: str | None = None
+    """A file that is linked to the disk's own of that name when it is given away."""
+
+    @property
+    def pid_name(self) -> str:
+        return f"{self.name}.pid"
+
+
 class Spares:
-    """The spare exports of a host. Safe from many threads and processes at once."""
+    """The spares of a host, of one kind. Safe from many threads and processes at once."""
 
     def __init__(
-        self, run_dir: Path, *, user: str | None, own_dir: Callable[[Path, int], None]
+        self,
+        run_dir: Path,
+        *,
+        user: str | None,
+        own_dir: Callable[[Path, int], None],
+        kind: Kind | None = None,
     ) -> None:
+        """Look after spares, of exports if nothing else is said."""
         self._run_dir = run_dir
-        self._folder = run_dir / "spares"
+        self._kind = kind or EXPORTS
+        self._folder = run_dir / SPARE_FOLDERS[self._kind.name]
         self._user = user
         self._own_dir = own_dir
         self._guard = threading.Lock()
@@ -97,7 +135,7 @@ class Spares:
         try:
             self.make()
         except (DaemonFailed, OSError) as error:
-            log.warning("no export could be started ahead: %s", error)
+            log.warning("no %s could be started ahead: %s", self._kind.name, error)
 
     def make(self) -> None:
         """Throw away what is of no use, and start a spare unless there is one.
@@ -131,14 +169,18 @@ class Spares:
             folder
             for folder in self._spares()
             if folder.name.startswith(f"{code}-")
-            and (folder / SOCKET_NAME).is_socket()
-            and daemon_pid(folder / PID_NAME) is not None
+            and all((folder / name).is_socket() for name in self._kind.socket_names)
+            and daemon_pid(folder / self._kind.pid_name) is not None
         ]
 
-    def take(self, disk_dir: Path) -> bool:
-        """Make a spare the export of a disk whose configuration is written already.
+    def take(self, disk_dir: Path, set_up: Callable[[], None] = lambda: None) -> bool:
+        """Make a spare the daemon of a disk whose configuration is written already.
 
-        Its pidfile comes last: before that, the disk has no export that runs.
+        Its pidfile comes last: before that, the disk has no such daemon that runs.
+
+        Args:
+            set_up: called when the spare is reached under the disk's socket, to make it what
+                the disk needs; where that fails, the spare is ended.
 
         Returns: False when there is none to be had at once.
         """
@@ -146,61 +188,72 @@ class Spares:
             return False
         try:
             with _locked(self._folder / ".lock", timeout_s=LOCK_TIMEOUT_S) as is_mine:
-                is_taken = is_mine and self._give_one(disk_dir)
+                is_taken = is_mine and self._give_one(disk_dir, set_up)
         except (OSError, DaemonFailed) as error:
-            log.warning("a spare export cannot be used: %s", error)
+            log.warning("a spare %s cannot be used: %s", self._kind.name, error)
             return False
         if is_taken:
             self.warm(pause_s=PAUSE_S)
         return is_taken
 
-    def _give_one(self, disk_dir: Path) -> bool:
+    def _give_one(self, disk_dir: Path, set_up: Callable[[], None]) -> bool:
         for folder in self.usable():
             try:
-                self._give(folder, disk_dir)
-            except OSError as error:
-                log.warning("a spare export is thrown away: %s", error)
-                _discard(folder)
+                self._give(folder, disk_dir, set_up)
+            except (OSError, DaemonFailed) as error:
+                log.warning("a spare %s is thrown away: %s", self._kind.name, error)
+                self._discard(folder)
             else:
                 return True
         return False
 
-    def _give(self, folder: Path, disk_dir: Path) -> None:
-        mark, link = spare_mark(disk_dir / PID_NAME), folder / CONFIG_NAME
-        for path in (mark, link):
-            path.unlink(missing_ok=True)
+    def _give(self, folder: Path, disk_dir: Path, set_up: Callable[[], None]) -> None:
+        kind = self._kind
+        mark = spare_mark(disk_dir / kind.pid_name)
+        mark.unlink(missing_ok=True)
         fd = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
             file.write(folder.name)
-        link.symlink_to(disk_dir / CONFIG_NAME)
-        for name in (SOCKET_NAME, PID_NAME):
+        if kind.link_name is not None:
+            (folder / kind.link_name).unlink(missing_ok=True)
+            (folder / kind.link_name).symlink_to(disk_dir / kind.link_name)
+        for name in kind.socket_names:
             (folder / name).rename(disk_dir / name)
+        reach(f"spare.{kind.name}-moved")
+        set_up()
+        reach(f"spare.{kind.name}-set-up")
+        (folder / kind.pid_name).rename(disk_dir / kind.pid_name)
 
     def _start(self) -> None:
         folder = self._folder / f"{code_stamp(self._user)}-{secrets.token_hex(8)}"
-        pidfile = folder / PID_NAME
+        pidfile = folder / self._kind.pid_name
         self._own_dir(folder, 0o700)
-        config = f"spare={folder / CONFIG_NAME}"
-        start_export(pidfile, folder / SOCKET_NAME, config, user=self._user)
+        self._kind.start(folder, self._user)
         deadline = time.monotonic() + READY_TIMEOUT_S
         while daemon_pid(pidfile) is None:
             if time.monotonic() > deadline:
-                raise DaemonFailed("A spare export does not say which process it is.")
+                raise DaemonFailed(
+                    f"A spare {self._kind.name} does not say which process it is."
+                )
             time.sleep(LOCK_POLL_S)
 
     def _end_all_but(self, kept: list[Path]) -> None:
-        """End all spares but these, and delete the folders that no disk's export needs."""
+        """End all spares but these, and delete the folders that no disk's daemon needs."""
         with _locked(self._folder / ".lock", timeout_s=READY_TIMEOUT_S) as is_mine:
             if not is_mine:
                 return
             disks = self._run_dir / "disks"
-            taken = {spare_name(pidfile) for pidfile in disks.glob(f"*/{PID_NAME}")}
+            taken = {spare_name(pidfile) for pidfile in disks.glob(f"*/{self._kind.pid_name}")}
             for folder in self._spares():
                 if folder in kept:
                     continue
                 # The pidfile is moved last: where it is, no disk has the process.
-                if os.path.lexists(folder / PID_NAME) or folder.name not in taken:
-                    _discard(folder)
+                is_here = os.path.lexists(folder / self._kind.pid_name)
+                if is_here or folder.name not in taken:
+                    self._discard(folder)
+
+    def _discard(self, folder: Path) -> None:
+        _discard(folder, self._kind.pid_name)
 
     def _spares(self) -> Iterator[Path]:
         with suppress(FileNotFoundError):
@@ -211,25 +264,48 @@ class Spares:
 
 def end_spares(run_dir: Path) -> None:
     """End the spares of a platform that stops, after all else of its."""
-    for folder in (run_dir / "spares").glob("*-*"):
-        if is_spare_name(folder.name):
-            _discard(folder)
+    for name, place in SPARE_FOLDERS.items():
+        for folder in (run_dir / place).glob("*-*"):
+            if is_spare_name(folder.name):
+                _discard(folder, f"{name}.pid")
 
 
 def code_stamp(user: str | None, folders: Sequence[Path] = CODE) -> str:
-    """Name the code that an export started now would run, and its user."""
+    """Name the code and the programs that a spare started now would run, and its user."""
     packages = Path(zstandard.__file__).resolve().parents[1]
     files = sorted(file for folder in folders for file in folder.glob("*.py"))
     digest = hashlib.sha256(f"{user}\n{packages}\n".encode())
-    for path in (packages, *files):
+    programs = [path for name in PROGRAMS if (path := _program(name)) is not None]
+    for path in (packages, *files, *programs):
         found = path.stat()
         digest.update(f"{path} {found.st_mtime_ns} {found.st_size}\n".encode())
     return digest.hexdigest()[:_CODE_DIGITS]
 
 
-def _discard(folder: Path) -> None:
-    """End a spare; without its folder, one that is still starting ends of itself."""
-    end_daemon(folder / PID_NAME, grace_s=0)
+def _program(name: str) -> Path | None:
+    found = shutil.which(name, path=plain_environment()["PATH"])
+    return Path(found) if found is not None else None
+
+
+def _start_export(folder: Path, user: str | None) -> None:
+    config = f"spare={folder / CONFIG_NAME}"
+    socket = folder / export_daemon.SOCKET_NAME
+    start_export(folder / export_daemon.PID_NAME, socket, config, user=user)
+
+
+def _start_daemon(folder: Path, user: str | None) -> None:
+    start_empty(folder, user=user)
+
+
+EXPORTS = Kind("export", (export_daemon.SOCKET_NAME,), _start_export, CONFIG_NAME)
+DAEMONS = Kind(
+    "daemon", (storage_daemon.SOCKET_NAME, storage_daemon.MONITOR_NAME), _start_daemon
+)
+
+
+def _discard(folder: Path, pid_name: str) -> None:
+    """End a spare; without its folder, an export that is still starting ends of itself."""
+    end_daemon(folder / pid_name, grace_s=0)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,12 +17,19 @@ import json
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hosts.volumes.daemons import daemon_pid, end_daemon, plain_environment, start_daemon
+from hosts.volumes.daemons import (
+    daemon_pid,
+    end_daemon,
+    plain_environment,
+    spare_mark,
+    spare_pidfile,
+    start_daemon,
+)
 from hosts.volumes.disk_state import DiskState
 from hosts.volumes.errors import DaemonFailed, NotAttached
 from hosts.volumes.failpoints import reach
@@ -31,6 +38,13 @@ from hosts.volumes.qmp import TIMEOUT_S, Qmp, QmpRefused
 
 EXPORT_NAME = "disk"
 """What the NBD export of a disk is called."""
+
+PID_NAME = "daemon.pid"
+MONITOR_NAME = "qmp.sock"
+SOCKET_NAME = "disk.sock"
+
+SET_UP_TIMEOUT_S = 20
+"""For a daemon that was started ahead; one that takes longer is ended, and another started."""
 
 RECONNECT_S = 3600
 """How long reads are held back while the export below is being restarted."""
@@ -51,12 +65,21 @@ _O_PATH = 0o10000000
 class StorageDaemon:
     """The storage daemon of one disk."""
 
-    def __init__(self, run_dir: Path, overlay_dir: Path, *, user: str | None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        overlay_dir: Path,
+        *,
+        user: str | None,
+        take_spare: Callable[[Path, Callable[[], None]], bool] = lambda *_: False,
+    ) -> None:
         self._run_dir = run_dir
         self._overlay_dir = overlay_dir
         self._user = user
-        self._pidfile = run_dir / "daemon.pid"
-        self.socket = run_dir / "disk.sock"
+        self._take_spare = take_spare
+        self._pidfile = run_dir / PID_NAME
+        self._monitor = run_dir / MONITOR_NAME
+        self.socket = run_dir / SOCKET_NAME
 
     def is_running(self) -> bool:
         return daemon_pid(self._pidfile) is not None
@@ -67,33 +90,62 @@ class StorageDaemon:
     def layer_path(self, number: int) -> Path:
         return self._overlay_dir / f"layer-{number}.qcow2"
 
-    def start(self, state: DiskState, *, export_socket: Path, socket_gid: int | None) -> None:
-        """Start it on the whole chain.
+    def start(
+        self,
+        state: DiskState,
+        *,
+        export_socket: Path,
+        socket_gid: int | None,
+        shown_at: Path | None = None,
+    ) -> None:
+        """Start it on the whole chain, or make a spare that.
 
-        Nodes come first on its command line: the lock of an overlay in use then ends a
-        second daemon before it takes the sockets of the first.
+        Args:
+            shown_at: where it is shown as a file, instead of over NBD.
         """
-        self.stop()  # one that was killed may still hold those locks
+        self.stop()  # one that was killed may still hold the locks of the overlays
+        nodes = self._chain(state, export_socket)
+        export = _nbd_export(_PACED) if shown_at is None else _fuse_export(_PACED, shown_at)
+        if not self._take_spare(self._run_dir, lambda: self._set_up(nodes, export)):
+            spare_mark(self._pidfile).unlink(missing_ok=True)
+            self._start(nodes, export)
+        _grant_socket(self.socket, socket_gid)
+
+    def _chain(self, state: DiskState, export_socket: Path) -> list[dict[str, Any]]:
+        """List the state's nodes, what is used before its users."""
         nodes = [self._base_options(state, export_socket), *self._layer_nodes(state)]
         below = _lowest(state)
         for number in state.overlays:
             nodes += [self._file_options(number), _overlay_options(number, below)]
             below = f"overlay-{number}"
-        nodes.append(_paced_options(below))
-        command = ["qemu-storage-daemon", "--daemonize", "--pidfile", str(self._pidfile)]
-        command += ["--object", f"throttle-group,id={_LIMITS}"]
+        return [*nodes, _paced_options(below)]
+
+    def _start(self, nodes: list[dict[str, Any]], export: dict[str, Any]) -> None:
+        """Start a new one.
+
+        Nodes come first on its command line: the lock of an overlay in use then ends a
+        second daemon before it takes the sockets of the first.
+        """
+        command = _command(self._pidfile)
         for node in nodes:
             command += ["--blockdev", json.dumps(node)]
-        monitor = f"socket,path={self._run_dir / 'qmp.sock'},server=on,wait=off,id=qmp"
-        command += ["--chardev", monitor, "--monitor", "chardev=qmp"]
-        command += ["--nbd-server", f"addr.type=unix,addr.path={self.socket}"]
-        command += ["--export", json.dumps(_nbd_export(_PACED))]
+        command += _socket_options(self._run_dir)
+        command += ["--export", json.dumps(export)]
         start_daemon(command, user=self._user, environment=plain_environment())
-        _grant_socket(self.socket, socket_gid)
+
+    def _set_up(self, nodes: list[dict[str, Any]], export: dict[str, Any]) -> None:
+        """Give a daemon without nodes, whose monitor is here already, what it is to serve."""
+        commands = [("blockdev-add", node) for node in nodes]
+        commands.append(("block-export-add", export))
+        with Qmp(self._monitor, timeout_s=SET_UP_TIMEOUT_S) as qmp:
+            qmp.execute_all(commands)
 
     def stop(self) -> None:
-        """End it; it flushes first."""
+        """End it; it flushes first. So is a spare that a worker died over when it took it."""
         end_daemon(self._pidfile, grace_s=STOP_GRACE_S)
+        spare = spare_pidfile(self._pidfile)
+        if spare is not None:
+            end_daemon(spare, grace_s=0)  # nobody was ever told of it
 
     def connect(self, *, timeout_s: float = TIMEOUT_S) -> Qmp:
         """Open its monitor.
@@ -107,7 +159,7 @@ class StorageDaemon:
         """
         if not self.is_running():
             raise NotAttached("The disk's storage daemon does not run: attach it.")
-        return Qmp(self._run_dir / "qmp.sock", timeout_s=timeout_s)
+        return Qmp(self._monitor, timeout_s=timeout_s)
 
     def nodes(self, qmp: Qmp) -> frozenset[str]:
         """Name what the running daemon has. It serves nobody while it answers: ask once."""
@@ -256,15 +308,8 @@ class StorageDaemon:
         """
         self.hide_file(qmp)
         _delete_export(qmp, _NBD)
-        qmp.execute(
-            "block-export-add",
-            type="fuse",
-            id=_FUSE,
-            node_name=_PACED if _PACED in _node_names(qmp) else f"overlay-{state.active}",
-            mountpoint=str(mountpoint),
-            writable=True,
-            growable=False,
-        )
+        node = _PACED if _PACED in _node_names(qmp) else f"overlay-{state.active}"
+        qmp.execute("block-export-add", **_fuse_export(node, mountpoint))
 
     def hide_file(self, qmp: Qmp) -> None:
         """End the FUSE export; nothing if there is none."""
@@ -354,6 +399,38 @@ def _overlay_options(number: int, backing: str | None) -> dict[str, Any]:
 
 def _nbd_export(node: str) -> dict[str, Any]:
     return {"type": "nbd", "id": _NBD, "node-name": node, "name": EXPORT_NAME, "writable": True}
+
+
+def _fuse_export(node: str, mountpoint: Path) -> dict[str, Any]:
+    return {
+        "type": "fuse",
+        "id": _FUSE,
+        "node-name": node,
+        "mountpoint": str(mountpoint),
+        "writable": True,
+        "growable": False,
+    }
+
+
+def start_empty(folder: Path, *, user: str | None) -> None:
+    """Start a daemon that has no nodes yet, whose sockets and pidfile are in a folder.
+
+    Raises:
+        DaemonFailed: it did not start.
+    """
+    command = [*_command(folder / PID_NAME), *_socket_options(folder)]
+    start_daemon(command, user=user, environment=plain_environment())
+
+
+def _command(pidfile: Path) -> list[str]:
+    command = ["qemu-storage-daemon", "--daemonize", "--pidfile", str(pidfile)]
+    return [*command, "--object", f"throttle-group,id={_LIMITS}"]
+
+
+def _socket_options(folder: Path) -> list[str]:
+    chardev = f"socket,path={folder / MONITOR_NAME},server=on,wait=off,id=qmp"
+    nbd = f"addr.type=unix,addr.path={folder / SOCKET_NAME}"
+    return ["--chardev", chardev, "--monitor", "chardev=qmp", "--nbd-server", nbd]
 
 
 def _unnamed(nodes: frozenset[str], state: DiskState) -> list[str]:

@@ -65,6 +65,7 @@ class FakeDisks:
         root_key: str,
         epoch: int,
         start_blocks: bytes | None = None,
+        shown_at: Path | None = None,
     ) -> AttachedDisk:
         disk = self.disks.get(volume_id)
         if disk is not None and disk.epoch > epoch:

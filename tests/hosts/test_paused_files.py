@@ -640,7 +640,8 @@ async def test_a_starter_that_does_not_answer_is_done_without(
     pid = int(starter.read_text())
     os.kill(pid, signal.SIGSTOP)
     try:
-        path = paused.open(volume_id, image)
+        async with asyncio.timeout(60):  # it is not given what it would keep
+            path = await asyncio.to_thread(paused.open, volume_id, image)
         init = int(path.with_suffix(".pid").read_text().split()[0])
         os.kill(pid, signal.SIGCONT)
         await asyncio.sleep(0.3)  # it finds that nobody waits for it any more

@@ -158,6 +158,7 @@ def folder() -> Iterator[Path]:
 def host(folder: Path, s3: StoreConfig) -> Iterator[Host]:
     host = Host(folder, s3)
     yield host
+    host.disks.cool()
     host.kill_daemons()
 
 

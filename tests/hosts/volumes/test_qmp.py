@@ -53,6 +53,37 @@ def test_the_answer_to_what_an_earlier_client_asked_is_not_taken_for_ones_own(
         assert qmp.execute("query-status") == "query-status"
 
 
+def test_commands_are_sent_at_once_and_their_answers_come_in_order(
+    monitor: Callable[[Answers], Path],
+) -> None:
+    def answers(request: dict[str, Any]) -> list[dict[str, Any]]:
+        event = {"event": "STOP"}
+        return [event, {"return": request.get("arguments"), "id": request["id"]}]
+
+    with Qmp(monitor(answers)) as qmp:
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("one", {"node_name": "a"}),
+            ("two", {}),
+            ("three", {"x": [1]}),
+        ]
+        assert qmp.execute_all(asked) == [{"node-name": "a"}, None, {"x": [1]}]
+
+
+def test_the_first_of_many_commands_that_is_refused_is_said(
+    monitor: Callable[[Answers], Path],
+) -> None:
+    def answers(request: dict[str, Any]) -> list[dict[str, Any]]:
+        if request["execute"] in ("two", "three"):
+            error = {"class": "GenericError", "desc": f"not {request['execute']}"}
+            return [{"error": error, "id": request["id"]}]
+        return [{"return": {}, "id": request["id"]}]
+
+    with Qmp(monitor(answers)) as qmp:
+        with pytest.raises(QmpRefused, match="two: not two"):
+            qmp.execute_all([("one", {}), ("two", {}), ("three", {}), ("four", {})])
+        assert qmp.execute("five") == {}
+
+
 def test_what_the_daemon_refuses_is_said(monitor: Callable[[Answers], Path]) -> None:
     def answers(request: dict[str, Any]) -> list[dict[str, Any]]:
         if request["execute"] == "qmp_capabilities":
