@@ -8,6 +8,7 @@ from hosts.volumes.objects import StoreConfig
 from launch.bench.figures import Figure
 from launch.bench.rig import Scale
 from launch.bench.volume_commits import ahead, background, requests, rotation, upload
+from launch.bench.volume_files import opening
 from launch.bench.volume_io import io
 from launch.bench.volume_others import others
 from launch.bench.volume_size import footprint, retained
@@ -23,6 +24,7 @@ PARTS: Mapping[str, Part] = {
     "retained": retained,
     "requests": requests,
     "footprint": footprint,
+    "open": opening,
     "others": others,
 }
 
