@@ -76,10 +76,10 @@ class Warm:
         """List the processes of the confinement that waits."""
         sessions = {str(pid) for pid in self.forked()}
         found = set(self.forked())
-        for folder in Path("/proc").glob("[0-9]*"):
+        for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if status(int(folder.name))[3] in sessions:
-                    found |= processes_below(int(folder.name))
+                if status(int(entry.name))[3] in sessions:
+                    found |= processes_below(int(entry.name))
             except (FileNotFoundError, ProcessLookupError):
                 continue
         return found
