@@ -281,6 +281,8 @@ class Collector:
         """Empty sparse packs of a volume; return how many bytes were copied at most."""
         roots = sorted(self._named_by.get(volume, ()), key=self._age)
         naming = [key for key in roots if not packs.isdisjoint(self._reader.root(key).packs)]
+        if not naming:
+            return 0  # only who reads without a generation needs them, and that ends
         uses = Uses(self._reader, naming, packs)
         root_bytes = max(self._reader.root(key).encoded_bytes() for key in naming)
         sparse = self._some(mark, volume, worth_emptying(uses, mark, root_bytes), uses)

@@ -428,6 +428,27 @@ def test_sparse_packs_are_emptied_though_a_snapshot_names_them(world: World) -> 
     assert world.row_keys() == set(world.store.objects) == world.named_keys()
 
 
+def test_packs_that_only_a_reading_names_are_not_emptied_and_keep_nobody_waiting(
+    world: World,
+) -> None:
+    volume, snapshot = sparse_volume(world)
+    world.detach(volume)
+    other, _ = sparse_volume(world)
+    world.detach(other)
+    begin_reading(snapshot, span=world.now - timezone.now() + timedelta(days=2))
+    delete(volume)
+    read = world.packs_of(volume.pk)
+    before = world.packs_of(other.pk)
+
+    world.settle()
+
+    assert world.packs_of(volume.pk) <= read
+    assert before - world.packs_of(other.pk)
+    world.pass_time(timedelta(days=3))
+    world.settle()
+    assert not world.packs_of(volume.pk)
+
+
 def upload_that_adopts(world: World, volume: Volume) -> Commit:
     """Collect until a commit of the volume takes blocks over that were copied for others.
 
