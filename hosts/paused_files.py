@@ -103,14 +103,14 @@ class PausedFiles:
 
     def cool(self) -> None:
         """End what `warm` has started. What is open stays open."""
-        try:
-            pid = int(Path(f"{self._starter()}.lock").read_text())
-        except (FileNotFoundError, ValueError):
-            return
         if paused_starter.keep(self._starter()):
-            _signal_and_wait(pid, signal.SIGTERM, KILL_TIMEOUT_S)
+            with suppress(FileNotFoundError, ValueError):  # it is just being started
+                pid = int(Path(f"{self._starter()}.lock").read_text())
+                _signal_and_wait(pid, signal.SIGTERM, KILL_TIMEOUT_S)
         if self._started is not None:
+            self._started.terminate()
             _reap(self._started)
+            self._started = None
 
     def open(
         self, volume_id: UUID, image: Path, *, show: Callable[[], object] = lambda: None

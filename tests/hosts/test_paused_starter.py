@@ -154,6 +154,15 @@ def test_what_waits_ends_with_the_starter(warm: Warm, number: signal.Signals) ->
     eventually(lambda: not any(map(is_alive, waiting)), "the end of what waited")
 
 
+def test_a_starter_that_is_still_being_started_is_ended_too(
+    paused: PausedFiles, folder: Path
+) -> None:
+    before = processes_below(os.getpid())
+    paused.warm()
+    paused.cool()
+    assert processes_below(os.getpid()) <= before
+
+
 async def test_what_waited_and_was_killed_is_done_without(
     warm: Warm, paused: PausedFiles, volume_id: uuid.UUID, image: Path
 ) -> None:
