@@ -386,8 +386,7 @@ class Disk:
         self._unmount()
         self.daemon.stop()  # one that was killed may still hold its files
         if not self._has_fresh_layer:
-            if shown_at is not None:
-                state.mountpoint = str(shown_at)
+            state.mountpoint = None if shown_at is None else str(shown_at)
             self._begin_layer()
         self._has_fresh_layer = False
         group = self._config.socket_group

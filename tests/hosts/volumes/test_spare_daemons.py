@@ -320,8 +320,11 @@ def test_the_spare_is_the_daemons_users_and_its_folder_nobody_elses(host: Host) 
     host.disks.cool()
 
 
+@pytest.mark.parametrize(
+    "end", [Host.kill_daemons, lambda host: host.disks.drop_fuse(host.volume_id)]
+)
 def test_a_disk_that_is_shown_as_a_file_has_no_layer_until_it_no_longer_is(
-    warm_host: Host, file: Path
+    warm_host: Host, file: Path, end: Callable[[Host], None]
 ) -> None:
     def layers() -> list[Path]:
         return list(warm_host.config.state_dir.glob("overlays/*/layer-*"))
@@ -330,7 +333,7 @@ def test_a_disk_that_is_shown_as_a_file_has_no_layer_until_it_no_longer_is(
     assert not layers()
     with file.open("rb") as disk:
         assert disk.read(IMAGE_BYTES) == warm_host.expected[:IMAGE_BYTES]
-    warm_host.disks.drop_fuse(warm_host.volume_id)
+    end(warm_host)
     with warm_host.attach() as guest:
         assert layers()
         warm_host.check(guest)
