@@ -312,14 +312,14 @@ def _restore_if_closed(
     """Restore, or have the files closed first, which keeps what was edited, and return None."""
     with transaction.atomic():
         sandbox = locked(sandbox)
-        if sandbox.state != State.PAUSED:
-            raise WrongState(sandbox.wire_status, what="be restored; pause it first")
         snapshot = None if snapshot_id is None else held_snapshot(sandbox.team, snapshot_id)
         if snapshot is not None:
             wanted = snapshot.generation
         else:
             assert generation is not None
             wanted = held_moment(sandbox, generation)
+        if sandbox.state != State.PAUSED:
+            raise WrongState(sandbox.wire_status, what="be restored; pause it first")
         assert wanted is not None
         if sandbox.volume.attached_host is not None:
             send_to_host(actors.close_files, sandbox, sandbox.volume.attached_host)

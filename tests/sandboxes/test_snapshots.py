@@ -346,6 +346,15 @@ def test_only_a_paused_sandbox_is_restored(at_once: FakeHost, running: Sandbox) 
         restore(running, snapshot_id=snapshot.id)
 
 
+def test_what_is_not_there_is_not_found_whatever_the_sandbox_does(
+    at_once: FakeHost, running: Sandbox
+) -> None:
+    with pytest.raises(SnapshotNotFound):
+        restore(running, snapshot_id="snap-nowhere")
+    with pytest.raises(MomentNotFound):
+        restore(running, generation=99)
+
+
 def test_a_moment_that_the_history_lacks_is_not_found(
     at_once: FakeHost, paused: Sandbox
 ) -> None:
