@@ -285,6 +285,10 @@ class Confinement:
     _orders: socket.socket
     _proc: int
 
+    def waits_for(self, other: socket.socket) -> bool:
+        """Wait until something comes by another socket; False when init ended before."""
+        return self._orders not in select.select([self._orders, other], [], [])[0]
+
     def serve(self, given: Given, *, repair: bool) -> None:
         """Have it serve what is given, all of which is closed here, and say who it is."""
         told = given[:_TOLD]
@@ -467,8 +471,7 @@ class Init:
         try:
             if self._outside.repair or not paused_clean.is_clean(self._image):
                 self._check()
-            self._outside.write_state(is_clean=False)
-            os.write(self._open_gate, b"g")
+            self._mount()
             self._await_server()
         except Failed as failure:
             self._kill_all()
@@ -542,6 +545,12 @@ class Init:
             memory_bytes=MOUNT_MEMORY_BYTES,
             keep=CAP_SYS_ADMIN,
         )
+
+    def _mount(self) -> None:
+        if self._fuse.has_ended():
+            raise Failed("unavailable", "what was to mount it has ended")
+        self._outside.write_state(is_clean=False)
+        os.write(self._open_gate, b"g")
 
     def _fork_server(self) -> tuple[_Child, int]:
         """Fork the server, which waits for the mount; what is returned tells when it is in."""

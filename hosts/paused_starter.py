@@ -81,9 +81,9 @@ def main(path: str, root_dir: str, first_id: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return  # another is there already
+    os.ftruncate(lock, 0)  # it names the one before
     os.umask(0o077)
     with _listen(path) as listener:
-        os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         # What is loaded by now stays shared with the forks: the collector would write to it.
@@ -215,6 +215,8 @@ class Starter:
         """Be the spare: end with the starter, or serve what it hands over."""
         confinement = paused_mount.confine(self._root_dir, self._first_id)
         starter.send(b"r")
+        if not confinement.waits_for(starter):
+            return
         order, fds, _, _ = socket.recv_fds(starter, MAX_ORDER_BYTES, 1 + _FDS)
         if not fds:
             return

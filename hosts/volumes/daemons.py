@@ -20,8 +20,8 @@ from hosts.volumes.errors import DaemonFailed
 
 START_TIMEOUT_S = 60
 ENDED_TIMEOUT_S = 10
-SPARE_FOLDERS = {"export": "spares", "daemon": "spare-daemons"}
-"""Where those lie that were started ahead, by the names of their pidfiles."""
+SPARES_DIR = "spares"
+"""Where those lie that were started ahead, below a host's run directory."""
 
 _ERROR_TAIL = 2000
 _NAME_BYTES = 29
@@ -87,7 +87,7 @@ def spare_pidfile(pidfile: Path) -> Path | None:
     name = spare_name(pidfile)
     if name is None:
         return None
-    return pidfile.parents[2] / SPARE_FOLDERS[pidfile.stem] / name / pidfile.name
+    return pidfile.parents[2] / SPARES_DIR / name / pidfile.name
 
 
 def spare_mark(pidfile: Path) -> Path:

@@ -144,6 +144,8 @@ class Frozen:
     """Everything written until the cut is in it."""
     root_key: str
     """What the disk is based on."""
+    is_unknown: bool
+    """Another root may have become the head, and nobody was told."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +245,18 @@ class Disk:
         return any(_is_written(found) for found in self._overlay_stats())
 
     def written_at_ns(self) -> int:
-        """Say when an overlay's file was last changed; 0 when none ever was."""
-        return max((found.st_mtime_ns for found in self._overlay_stats()), default=FRESH_NS)
+        """Say when something to store last came about; 0 when nothing did.
+
+        That is an overlay's change, or a publish of which nobody was told how it ended.
+        """
+        changed_at_ns = [found.st_mtime_ns for found in self._overlay_stats()]
+        if self.is_unknown():
+            changed_at_ns.append(self._state_file.stat().st_mtime_ns)
+        return max(changed_at_ns, default=FRESH_NS)
+
+    def is_unknown(self) -> bool:
+        """Tell whether another root may have become the head, and nobody was told."""
+        return self.state is not None and self.state.pending_root_key is not None
 
     def _overlay_stats(self) -> Iterator[os.stat_result]:
         for number in self.state.overlays if self.state is not None else ():
@@ -279,8 +291,9 @@ class Disk:
         if is_new:
             self.export.begin_start(start_blocks)
         if not state.overlays or state.is_put_away:
-            if not state.overlays:
-                # Made first: whatever is recorded can be committed, whoever calls next.
+            if not state.overlays or state.is_active_pending():
+                # Made first: whatever is recorded can be committed, whoever calls next. What
+                # may be in a root that was published is never written to again.
                 self._make_overlay(state.add_overlay())
             state.is_put_away = False
             self._save()
@@ -295,6 +308,7 @@ class Disk:
             self._clean_up()
             return
         reach("attach.served")
+        self.daemon.grant_socket(self._socket_gid())  # who started it may not have come so far
         with self.daemon.connect() as qmp:
             self._reconcile(qmp)
         if shown_at is not None:
@@ -389,13 +403,16 @@ class Disk:
             state.mountpoint = None if shown_at is None else str(shown_at)
             self._begin_layer()
         self._has_fresh_layer = False
-        group = self._config.socket_group
         self.daemon.start(
             state,
             export_socket=self.export.socket,
-            socket_gid=None if group is None else grp.getgrnam(group).gr_gid,
+            socket_gid=self._socket_gid(),
             shown_at=shown_at,
         )
+
+    def _socket_gid(self) -> int | None:
+        group = self._config.socket_group
+        return None if group is None else grp.getgrnam(group).gr_gid
 
     def _reconcile(self, qmp: Qmp) -> None:
         """Go forward to what the state file says, then delete what it does not name."""
@@ -548,7 +565,12 @@ class Disk:
         finally:
             self.end_ease()
         frozen = state.overlays[:-1]
-        return Frozen(frozen[-1] if frozen else None, is_all, state.root_key)
+        return Frozen(
+            frozen[-1] if frozen else None,
+            is_all,
+            state.root_key,
+            is_unknown=self.is_unknown(),
+        )
 
     def _refuse_while_reads_wait(self) -> None:
         if self.export.is_running() and self.reads_wait_s() >= WAITS_LONG_S:
@@ -703,6 +725,8 @@ class Disk:
     def settle_earlier(self, root_key: str) -> bool:
         """Go on from a root that was published, and nobody was told; tell whether it is one."""
         state = self._require()
+        if root_key == state.root_key:
+            return True  # an `attach` that knew the head has done it
         if not state.is_pending(root_key):
             return False
         state.settle(root_key)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
@@ -48,17 +48,22 @@ class DiskState:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Read a state file; None when there is none."""
+        """Read a state file, also a later release's; None when there is none."""
         try:
-            return cls(**json.loads(path.read_text()))
+            found = json.loads(path.read_text())
         except FileNotFoundError:
             return None
+        known = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in found.items() if name in known})
 
     def write(self, path: Path) -> None:
         """Write it so that the file is the old or the new one, power loss included."""
         new = path.with_suffix(".new")
+        found = asdict(self)
+        if not self.earlier_pending:
+            del found["earlier_pending"]  # which the release before this one does not read
         with new.open("w") as file:
-            json.dump(asdict(self), file)
+            json.dump(found, file)
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
@@ -109,6 +114,10 @@ class DiskState:
         if self.pending_root_key is None:
             return {}
         return {**self.earlier_pending, self.pending_root_key: self.pending_overlays}
+
+    def is_active_pending(self) -> bool:
+        """Tell whether what takes writes may be in a root that has become the head."""
+        return any(count >= len(self.overlays) for count in self._pending().values())
 
     def is_pending(self, root_key: str) -> bool:
         """Tell whether a root was about to be published, and may have been."""

@@ -19,7 +19,7 @@ holds the state at that moment must not be in the way of who starts it again (`m
 are taken in the order cuts, uploads, state, export.
 
     RUN_DIR/disks/<volume hex>/       sockets, pidfiles, what the export needs; the daemons' own
-    RUN_DIR/{spares,spare-daemons}/   what waits for the next disk, see `spares`
+    RUN_DIR/spares/                   what waits for the next disk, see `spares`
     STATE_DIR/overlays/<volume hex>/  overlay-<n>.qcow2, layer-<n>.qcow2, state.json
     STATE_DIR/cache/                  the host's cache, see `cache`
 """
@@ -263,7 +263,7 @@ class Disks:
             while True:
                 with self._held(volume_id) as disk:
                     frozen = disk.freeze(around_cut, leftovers_first=False)
-                if frozen.last is None and not rewrite:
+                if frozen.last is None and not rewrite and not frozen.is_unknown:
                     return Cut(frozen.root_key, commit)
                 with self._lock_file(volume_id, _UPLOADS):
                     commit = self._store_until(volume_id, frozen, publish, rewrite) or commit
@@ -282,7 +282,7 @@ class Disks:
                         frozen = disk.freeze(nullcontext, leftovers_first=True)
                 except DiskBusy:
                     return commit  # whoever has it stores all of it
-            if frozen.last is None and not rewrite:
+            if frozen.last is None and not rewrite and not frozen.is_unknown:
                 return commit
             with self._lock_file(volume_id, _UPLOADS):
                 stored = self._store_until(volume_id, frozen, publish, rewrite, ahead=True)
@@ -323,7 +323,7 @@ class Disks:
         # Read once: an `attach` may go on to another root between two reads.
         disk = self._disk(volume_id)
         numbers = disk.frozen_until(frozen.last)
-        if not numbers and not rewrite:
+        if not numbers and not rewrite and not disk.is_unknown():
             return None  # somebody else has stored them
         commit: Commit | None = None
         with ExitStack() as stack:
@@ -455,7 +455,7 @@ class Disks:
         with self._held(volume_id) as disk:
             disk.end()
             numbers = disk.overlays()
-        if not numbers and not rewrite:
+        if not numbers and not rewrite and not disk.is_unknown():
             return None
         with (
             disk.storing() as storing,

@@ -5,13 +5,12 @@ a disk that takes the spares does not wait for that. A spare export serves nothi
 is told whose it is, at the first connection; a spare storage daemon has no nodes until the
 disk that takes it gives it some.
 
-    RUN_DIR/spares/                           root's
-    RUN_DIR/spares/<code>-<random>/           the daemons' own, as those of disks are
-        export.{sock,pid}                     moved to the disk that takes it
-        export.json                           a link to that disk's, made then
-    RUN_DIR/spare-daemons/                    root's
-    RUN_DIR/spare-daemons/<code>-<random>/    the daemons' own
-        {disk.sock,qmp.sock,daemon.pid}       moved to the disk that takes it
+    RUN_DIR/spares/                       root's
+    RUN_DIR/spares/<code>-e<random>/      the daemons' own, as those of disks are
+        export.{sock,pid}                 moved to the disk that takes it
+        export.json                       a link to that disk's, made then
+    RUN_DIR/spares/<code>-d<random>/      the daemons' own
+        {disk.sock,qmp.sock,daemon.pid}   moved to the disk that takes it
 
 `<code>` stands for the engine's files and the programs: after an update, a spare of the
 earlier release is not used. The disk's pidfile says which process it is, and `export.spare`
@@ -38,7 +37,7 @@ import zstandard
 
 from hosts.volumes import export_daemon, storage_daemon
 from hosts.volumes.daemons import (
-    SPARE_FOLDERS,
+    SPARES_DIR,
     daemon_pid,
     end_daemon,
     is_spare_name,
@@ -78,6 +77,8 @@ class Kind:
     """What a spare is one of."""
 
     name: str
+    sign: str
+    """A hexadecimal digit that its folders' random part begins with."""
     socket_names: tuple[str, ...]
     start: Callable[[Path, str | None], None]
     """Starts one in a folder, as a user."""
@@ -103,7 +104,9 @@ class Spares:
         """Look after spares, of exports if nothing else is said."""
         self._run_dir = run_dir
         self._kind = kind or EXPORTS
-        self._folder = run_dir / SPARE_FOLDERS[self._kind.name]
+        self._folder = run_dir / SPARES_DIR
+        self._lock = self._folder / f".lock-{self._kind.name}"
+        self._making = self._folder / f".making-{self._kind.name}"
         self._user = user
         self._own_dir = own_dir
         self._guard = threading.Lock()
@@ -145,7 +148,7 @@ class Spares:
         """
         self._folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._folder.chmod(0o711)
-        with _locked(self._folder / ".making", timeout_s=0) as is_mine:
+        with _locked(self._making, timeout_s=0) as is_mine:
             if not is_mine:
                 return  # somebody else makes one now
             usable = self.usable()
@@ -159,7 +162,7 @@ class Spares:
         if self._thread is not None:
             self._thread.join(READY_TIMEOUT_S)
         if self._folder.is_dir():
-            with _locked(self._folder / ".making", timeout_s=READY_TIMEOUT_S):
+            with _locked(self._making, timeout_s=READY_TIMEOUT_S):
                 self._end_all_but([])
 
     def usable(self) -> list[Path]:
@@ -187,7 +190,7 @@ class Spares:
         if not self._folder.is_dir():
             return False
         try:
-            with _locked(self._folder / ".lock", timeout_s=LOCK_TIMEOUT_S) as is_mine:
+            with _locked(self._lock, timeout_s=LOCK_TIMEOUT_S) as is_mine:
                 is_taken = is_mine and self._give_one(disk_dir, set_up)
         except (OSError, DaemonFailed) as error:
             log.warning("a spare %s cannot be used: %s", self._kind.name, error)
@@ -225,7 +228,8 @@ class Spares:
         (folder / kind.pid_name).rename(disk_dir / kind.pid_name)
 
     def _start(self) -> None:
-        folder = self._folder / f"{code_stamp(self._user)}-{secrets.token_hex(8)}"
+        mine = f"{self._kind.sign}{secrets.token_hex(8)[1:]}"
+        folder = self._folder / f"{code_stamp(self._user)}-{mine}"
         pidfile = folder / self._kind.pid_name
         self._own_dir(folder, 0o700)
         self._kind.start(folder, self._user)
@@ -239,7 +243,7 @@ class Spares:
 
     def _end_all_but(self, kept: list[Path]) -> None:
         """End all spares but these, and delete the folders that no disk's daemon needs."""
-        with _locked(self._folder / ".lock", timeout_s=READY_TIMEOUT_S) as is_mine:
+        with _locked(self._lock, timeout_s=READY_TIMEOUT_S) as is_mine:
             if not is_mine:
                 return
             disks = self._run_dir / "disks"
@@ -253,21 +257,25 @@ class Spares:
                     self._discard(folder)
 
     def _discard(self, folder: Path) -> None:
-        _discard(folder, self._kind.pid_name)
+        """End a spare; without its folder, an export that is still starting ends of itself."""
+        end_daemon(folder / self._kind.pid_name, grace_s=0)
+        shutil.rmtree(folder, ignore_errors=True)
 
     def _spares(self) -> Iterator[Path]:
         with suppress(FileNotFoundError):
             for folder in sorted(self._folder.iterdir()):
-                if is_spare_name(folder.name):
+                mine = folder.name.partition("-")[2]
+                if is_spare_name(folder.name) and mine.startswith(self._kind.sign):
                     yield folder
 
 
 def end_spares(run_dir: Path) -> None:
     """End the spares of a platform that stops, after all else of its."""
-    for name, place in SPARE_FOLDERS.items():
-        for folder in (run_dir / place).glob("*-*"):
-            if is_spare_name(folder.name):
-                _discard(folder, f"{name}.pid")
+    for folder in (run_dir / SPARES_DIR).glob("*-*"):
+        if is_spare_name(folder.name):
+            for kind in (EXPORTS, DAEMONS):
+                end_daemon(folder / kind.pid_name, grace_s=0)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def code_stamp(user: str | None, folders: Sequence[Path] = CODE) -> str:
@@ -297,16 +305,10 @@ def _start_daemon(folder: Path, user: str | None) -> None:
     start_empty(folder, user=user)
 
 
-EXPORTS = Kind("export", (export_daemon.SOCKET_NAME,), _start_export, CONFIG_NAME)
+EXPORTS = Kind("export", "e", (export_daemon.SOCKET_NAME,), _start_export, CONFIG_NAME)
 DAEMONS = Kind(
-    "daemon", (storage_daemon.SOCKET_NAME, storage_daemon.MONITOR_NAME), _start_daemon
+    "daemon", "d", (storage_daemon.SOCKET_NAME, storage_daemon.MONITOR_NAME), _start_daemon
 )
-
-
-def _discard(folder: Path, pid_name: str) -> None:
-    """End a spare; without its folder, an export that is still starting ends of itself."""
-    end_daemon(folder / pid_name, grace_s=0)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -109,7 +109,15 @@ class StorageDaemon:
         if not self._take_spare(self._run_dir, lambda: self._set_up(nodes, export)):
             spare_mark(self._pidfile).unlink(missing_ok=True)
             self._start(nodes, export)
-        _grant_socket(self.socket, socket_gid)
+        self.grant_socket(socket_gid)
+
+    def grant_socket(self, gid: int | None) -> None:
+        """Open the disk's socket to its group. Safe to repeat.
+
+        Raises:
+            DaemonFailed: something else lies under its name.
+        """
+        _grant_socket(self.socket, gid)
 
     def _chain(self, state: DiskState, export_socket: Path) -> list[dict[str, Any]]:
         """List the state's nodes, what is used before its users."""

@@ -3,6 +3,7 @@
 So it is when a worker is killed, or the database's answer lost, just after the head has moved.
 """
 
+import json
 import os
 from collections.abc import Callable
 
@@ -149,3 +150,82 @@ def test_an_attach_that_finds_the_head_while_it_is_stored_again_drops_nothing_el
         keep_up(host)
         host.check(guest)
     check_elsewhere(host)
+
+
+def test_a_commit_that_only_rewrote_is_found_out_although_nothing_is_written_since(
+    host: Host,
+) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        write(host, guest, 0)
+        first = host.disks.checkpoint(host.volume_id, host.publish)
+        assert first is not None
+        packs = [parse_key(key)[1] for key, _ in first.objects if key.startswith("packs/")]
+        assert not host.disks.look()[0].written_at_ns
+        publish_untold(host, frozenset(packs))
+        assert host.disks.look()[0].written_at_ns
+        keep_up(host)
+        assert host.disks.look()[0].root_key == host.head
+        assert not host.disks.look()[0].written_at_ns
+        host.check(guest)
+    check_elsewhere(host)
+
+
+def test_what_may_be_in_a_published_root_is_not_written_to_again(host: Host) -> None:
+    base = host.import_base()
+    with host.attach() as guest:
+        write(host, guest, 0)
+
+    def publish(commit: Commit) -> None:
+        host.publish(commit)
+        raise StoreUnavailable("The answer is lost.")
+
+    with pytest.raises(StoreUnavailable):
+        host.disks.commit(host.volume_id, publish)
+    # Whoever attaches it has read the head a moment too early.
+    socket = host.disks.attach(host.volume_id, root_key=base.root_key, epoch=1).socket
+    with Nbd(socket) as guest:
+        host.check(guest)
+        write(host, guest, 1)
+    check_elsewhere(host)
+
+
+def test_an_attach_between_announcing_and_publishing_is_gone_on_from(host: Host) -> None:
+    host.import_base()
+    with host.attach() as guest:
+        write(host, guest, 0)
+        publish_untold(host)
+        write(host, guest, 1)
+        published: list[str] = []
+
+        def publish(commit: Commit) -> None:
+            if not published:
+                attach(host)
+            published.append(commit.root_key)
+            host.publish(commit)
+
+        assert host.disks.checkpoint(host.volume_id, publish) is not None
+        host.check(guest)
+    check_elsewhere(host)
+
+
+def test_a_disk_whose_socket_was_never_opened_to_its_users_is_when_it_is_attached(
+    host: Host,
+) -> None:
+    host.import_base()
+    host.attach().close()
+    path = host.config.run_dir / "disks" / host.volume_id.hex / "disk.sock"
+    path.chmod(0o600)  # as a worker leaves it that dies at that moment
+    host.attach().close()
+    assert path.stat().st_mode & 0o777 == 0o660
+
+
+def test_a_state_file_is_read_by_the_release_before_and_by_one_after(host: Host) -> None:
+    host.import_base()
+    host.attach().close()
+    (path,) = host.config.state_dir.glob("overlays/*/state.json")
+    found = json.loads(path.read_text())
+    assert "earlier_pending" not in found
+    path.write_text(json.dumps(found | {"of_a_later_release": 1}))
+    with host.attach() as guest:
+        host.check(guest)
