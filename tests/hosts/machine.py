@@ -23,6 +23,11 @@ def need(*, met: bool, what: str) -> None:
     pytest.skip(f"needs {what}")
 
 
+def need_fuse() -> None:
+    """Need to show a disk as a file."""
+    need(met=os.access("/dev/fuse", os.R_OK | os.W_OK), what="/dev/fuse")
+
+
 def need_libvirt() -> None:
     """Need root and a libvirtd, as a host's worker has."""
     need(met=os.geteuid() == 0, what="root")

@@ -28,6 +28,7 @@ from hosts.volumes.failpoints import VARIABLE
 from hosts.volumes.naming import parse_key
 from hosts.volumes.qmp import Qmp
 from hosts.volumes.storage_daemon import StorageDaemon
+from tests.hosts.machine import need_fuse
 from tests.hosts.volumes.conftest import IMAGE_BYTES, Host
 from tests.hosts.volumes.nbd import Nbd
 from tests.s3 import seaweed
@@ -506,8 +507,7 @@ def test_secrets_are_on_no_command_line_and_in_no_open_file(host: Host) -> None:
 
 
 def test_a_disk_can_be_shown_as_a_file_and_served_again(host: Host) -> None:
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("needs /dev/fuse")
+    need_fuse()
     host.import_base()
     guest = host.attach()
     host.write(guest, 0, b"by nbd")

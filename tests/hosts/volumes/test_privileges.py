@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hosts.volumes.disks import Disks
-from tests.hosts.machine import needs_root
+from tests.hosts.machine import need_fuse, needs_root
 from tests.hosts.volumes.conftest import IMAGE_BYTES, Host
 
 pytestmark = needs_root
@@ -89,8 +89,7 @@ def test_nobody_else_reads_the_secrets_the_cache_or_the_overlays(guarded: Host) 
 
 
 def test_a_disk_is_shown_as_a_file_by_an_ordinary_user(guarded: Host) -> None:
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("needs /dev/fuse")
+    need_fuse()
     if "\nuser_allow_other" not in Path("/etc/fuse.conf").read_text():
         pytest.skip("needs user_allow_other in /etc/fuse.conf")
     guarded.import_base()

@@ -16,10 +16,10 @@ from hosts.volumes.daemons import daemon_pid, spare_mark, spare_name
 from hosts.volumes.disks import DiskHealth, Disks
 from hosts.volumes.errors import DaemonFailed
 from hosts.volumes.spares import DAEMONS, Spares, end_spares
-from tests.hosts.machine import needs_root
+from tests.hosts.machine import need_fuse, needs_root
 from tests.hosts.volumes.conftest import DEVICE_BYTES, IMAGE_BYTES, Host
 from tests.hosts.volumes.nbd import Nbd
-from tests.hosts.volumes.test_spares import eventually, has_ended, kill
+from tests.hosts.volumes.test_spares import check_privacy, eventually, has_ended, kill
 from tests.hosts.volumes.worker import Workers
 
 
@@ -35,8 +35,7 @@ def warm_host(host: Host) -> Iterator[Host]:
 @pytest.fixture
 def file(host: Host) -> Path:
     """Where a disk may be shown as a file."""
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("needs /dev/fuse")
+    need_fuse()
     path = host.folder / "disk"
     path.touch()
     return path
@@ -310,9 +309,7 @@ def test_the_spare_is_the_daemons_users_and_its_folder_nobody_elses(host: Host) 
     spares_of(host).make()
     spare = the_spare(host)
     pid = pid_in(spare)
-    assert Path(f"/proc/{pid}").stat().st_uid == spare.stat().st_uid != 0
-    assert spare.stat().st_mode & 0o077 == 0
-    assert spare.parent.stat().st_uid == 0
+    check_privacy(spare, pid)
     with host.attach() as guest:
         assert pid_in(disk_dir(host)) == pid
         host.check(guest)

@@ -289,6 +289,13 @@ def test_a_spare_that_does_not_start_is_no_error_of_the_disk(
     assert spares_of(host).usable() == []
 
 
+def check_privacy(spare: Path, pid: int) -> None:
+    """A spare is another user's than root, and its folder nobody else's to look into."""
+    assert Path(f"/proc/{pid}").stat().st_uid == spare.stat().st_uid != 0
+    assert spare.stat().st_mode & 0o077 == 0
+    assert spare.parent.stat().st_uid == 0
+
+
 @needs_root
 def test_the_spare_is_the_daemons_users_and_its_folder_nobody_elses(host: Host) -> None:
     host.folder.chmod(0o711)
@@ -297,9 +304,7 @@ def test_the_spare_is_the_daemons_users_and_its_folder_nobody_elses(host: Host) 
     host.import_base()
     spare = warm(host)
     pid = pid_in(spare)
-    assert Path(f"/proc/{pid}").stat().st_uid == spare.stat().st_uid != 0
-    assert spare.stat().st_mode & 0o077 == 0
-    assert spare.parent.stat().st_uid == 0
+    check_privacy(spare, pid)
     with host.attach() as guest:
         assert daemon_pid(pidfile(host)) == pid
         host.check(guest)

@@ -29,6 +29,13 @@ def publish_untold(host: Host, rewrite: frozenset[ObjectName] = frozenset()) -> 
         host.disks.checkpoint(host.volume_id, publish, rewrite=rewrite)
 
 
+def stored_packs(host: Host) -> frozenset[ObjectName]:
+    """Commit, and name the packs that came of it."""
+    made = host.disks.checkpoint(host.volume_id, host.publish)
+    assert made is not None
+    return frozenset(parse_key(key)[1] for key, _ in made.objects if key.startswith("packs/"))
+
+
 def refuse(commit: Commit) -> None:
     raise StoreUnavailable("The database is away.")
 
@@ -103,11 +110,9 @@ def test_a_commit_that_is_made_otherwise_the_second_time_is_no_obstacle(host: Ho
     host.import_base()
     with host.attach() as guest:
         write(host, guest, 0)
-        first = host.disks.checkpoint(host.volume_id, host.publish)
-        assert first is not None
-        packs = [parse_key(key)[1] for key, _ in first.objects if key.startswith("packs/")]
+        packs = stored_packs(host)
         write(host, guest, 1)
-        publish_untold(host, frozenset(packs))  # published, nobody asks for that any more
+        publish_untold(host, packs)  # published, nobody asks for that any more
         keep_up(host)
         host.check(guest)
     check_elsewhere(host)
@@ -158,11 +163,9 @@ def test_a_commit_that_only_rewrote_is_found_out_although_nothing_is_written_sin
     host.import_base()
     with host.attach() as guest:
         write(host, guest, 0)
-        first = host.disks.checkpoint(host.volume_id, host.publish)
-        assert first is not None
-        packs = [parse_key(key)[1] for key, _ in first.objects if key.startswith("packs/")]
+        packs = stored_packs(host)
         assert not host.disks.look()[0].written_at_ns
-        publish_untold(host, frozenset(packs))
+        publish_untold(host, packs)
         assert host.disks.look()[0].written_at_ns
         keep_up(host)
         assert host.disks.look()[0].root_key == host.head
