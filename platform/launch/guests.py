@@ -56,6 +56,7 @@ def _end_disk_daemons(config: Config) -> None:
     files = PausedFiles(PausedFilesConfig(files_dir=config.run_dir / "files"))
     for volume_id in files.opened():
         files.close(volume_id)
+    files.cool()
     disks = config.run_dir / "disks"
     for name in ("daemon.pid", "export.pid"):
         for pid_file in disks.glob(f"*/{name}"):
