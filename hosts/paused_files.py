@@ -205,8 +205,19 @@ class PausedFiles:
         try:
             with paused_settle.held_still(self._path(volume_id, "settle")):
                 yield self._marks(volume_id, "dirty")
+                if not self._is_still(volume_id):
+                    raise FilesUnavailable("The files did not stay still.")
         except paused_settle.Unsettled as error:
             raise FilesUnavailable(f"The files cannot be held still: {error}.") from error
+
+    def _is_still(self, volume_id: UUID) -> bool:
+        """Tell whether nothing was written to the image since it was made to say: clean."""
+        try:
+            with Path(self._path(volume_id, "image").read_text()).open("rb") as image:
+                image.seek(paused_settle.SUPERBLOCK_AT)
+                return paused_settle.says_clean(image.read(paused_settle.SUPERBLOCK_BYTES))
+        except OSError as error:
+            raise FilesUnavailable(f"The image cannot be read: {error.strerror}.") from error
 
     def note_stored(self, volume_id: UUID, marks: int) -> None:
         """Record that the changes which `settled` yielded are committed."""

@@ -98,6 +98,12 @@ SERVER_END_TIMEOUT_S = 10.0
 # fuse2fs writes what it holds back when it is unmounted, through the storage daemon.
 UNMOUNT_TIMEOUT_S = 60.0
 
+MAX_BACKGROUND = 4 * SERVER_FILES
+"""More requests than ever wait behind a caller that goes on: ends of files, reads ahead.
+
+Were there more, the kernel would hold them back, and a later fsync would overtake them.
+"""
+
 KILL_TIMEOUT_S = 10.0
 MAX_FD = 1 << 20
 
@@ -539,7 +545,7 @@ class Init:
                 "-f",
                 "-s",
                 "-o",
-                "fakeroot,rw,noexec,nosuid,nodev,use_ino",
+                f"fakeroot,rw,noexec,nosuid,nodev,use_ino,max_background={MAX_BACKGROUND}",
             ],
             calls=paused_syscalls.MOUNT,
             memory_bytes=MOUNT_MEMORY_BYTES,

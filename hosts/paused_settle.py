@@ -29,8 +29,8 @@ SETTLE_TIMEOUT_S = 20.0
 MAX_LOOKED_AT = 4_000
 """Of this many names one should be a regular file, or the files are closed instead."""
 
-_SUPERBLOCK_AT = 1024
-_SUPERBLOCK_BYTES = 1024
+SUPERBLOCK_AT = 1024
+SUPERBLOCK_BYTES = 1024
 _STATE_AT = 0x3A
 _IS_CLEAN = 1
 _RO_COMPAT_AT = 0x64
@@ -71,19 +71,23 @@ class Settler:
         Raises:
             OSError: it cannot be flushed.
         """
-        self.flush()
-        mounted = os.pread(self.image, _SUPERBLOCK_BYTES, _SUPERBLOCK_AT)
-        os.pwrite(self.image, as_clean(mounted), _SUPERBLOCK_AT)
-        try:
-            os.fsync(self.image)
-            yield
-        finally:
-            os.pwrite(self.image, mounted, _SUPERBLOCK_AT)
+        with self.flushed():
+            mounted = os.pread(self.image, SUPERBLOCK_BYTES, SUPERBLOCK_AT)
+            os.pwrite(self.image, as_clean(mounted), SUPERBLOCK_AT)
+            try:
+                os.fsync(self.image)
+                yield
+            finally:
+                os.pwrite(self.image, mounted, SUPERBLOCK_AT)
 
-    def flush(self) -> None:
+    @contextmanager
+    def flushed(self) -> Iterator[None]:
         """Fsync a file that is open for writing: fuse2fs then flushes all there is.
 
-        None is made for that, since it would be in the generation.
+        None is made for that, since it would be in the generation. It is closed afterwards
+        only: the kernel does not wait for what fuse2fs does then, which is to write the
+        superblock again. All that was closed before is done before the fsync is
+        (`hosts.paused_mount.MAX_BACKGROUND`).
 
         Raises:
             OSError: there is no file to do it by, or it fails.
@@ -91,6 +95,7 @@ class Settler:
         fd = self._open_one()
         try:
             os.fsync(fd)
+            yield
         finally:
             os.close(fd)
 
@@ -129,6 +134,11 @@ def _regular_files(top: bytes) -> Iterator[bytes]:
                     pending.append(entry.path)
                 elif entry.is_file(follow_symlinks=False):
                     yield entry.path
+
+
+def says_clean(superblock: bytes) -> bool:
+    """Tell whether this is a whole superblock, of a file system that was unmounted properly."""
+    return len(superblock) == SUPERBLOCK_BYTES and superblock == as_clean(superblock)
 
 
 def as_clean(superblock: bytes) -> bytes:

@@ -180,9 +180,9 @@ class ConfinedServer(asyncssh.SFTPServer):
     def _in_image(self, path: bytes) -> Iterator[Entry] | None:
         """Read a directory past fuse2fs, see `hosts.paused_directory`; None if that fails."""
         try:
-            self._settler.flush()
-            entries = Image(self._settler.image).entries(os.stat(path).st_ino)
-            first = next(entries, None)
+            with self._settler.flushed():
+                entries = Image(self._settler.image).entries(os.stat(path).st_ino)
+                first = next(entries, None)
         except (Senseless, OSError, struct.error):
             return None
         return itertools.chain([] if first is None else [first], _sensible(entries))

@@ -81,6 +81,11 @@ def fsck(image: Path) -> int:
     return run("/usr/sbin/e2fsck", "-fn", image, check=False).returncode
 
 
+def checked(image: Path) -> str:
+    """Return what e2fsck has to say."""
+    return run("/usr/sbin/e2fsck", "-fn", image, check=False).stdout.decode()
+
+
 def processes_below(pid: int) -> set[int]:
     """Return the pid and those of all its descendants."""
     found = {pid}
@@ -807,7 +812,7 @@ async def test_a_cut_while_the_files_are_open_is_whole_and_clean(
     assert paused.close(volume_id)
 
     assert (stored, dirty_again) == (True, True)
-    assert fsck(cut) == 0
+    assert fsck(cut) == 0, checked(cut)
     features = run("/usr/sbin/dumpe2fs", "-h", cut).stdout
     assert b"state:         clean" in features
     assert len(content_of(cut, "/home/59")) == 59_000
