@@ -27,8 +27,13 @@ log = logging.getLogger(__name__)
 
 USER = "sandkeep"
 VOLUME_VARIABLE = "SANDKEEP_VOLUME"
+PATIENCE_VARIABLE = "SANDKEEP_PATIENCE_MS"
 IMAGE_SUBSYSTEM = "image"
 GUEST_SSH_PORT = 22
+
+MAX_PATIENCE_S = 5.0
+LOOK_AGAIN_S = 0.002
+"""What waits for a socket looks this often: whoever opens it has tens of ms to do."""
 
 DIAL_TIMEOUT_S = (
     5.0  # a guest that is up answers at once; one that is not must not hold a channel
@@ -44,6 +49,7 @@ ENCRYPTION_ALGS = (
     "chacha20-poly1305@openssh.com",
 )
 
+_MILLISECONDS = re.compile(r"[0-9]{1,6}", re.ASCII)
 _VOLUME_HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -256,6 +262,8 @@ class _SocketRelay(_Relay, asyncssh.SSHServerSession[bytes]):
         super().__init__(on_close)
         self._folders = folders
         self._channel: asyncssh.SSHServerChannel[bytes] | None = None
+        self._path = Path()
+        self._patience_s = 0.0
         self._socket: socket.socket | None = None
         self._joining: asyncio.Task[None] | None = None
         self._early = b""
@@ -286,16 +294,23 @@ class _SocketRelay(_Relay, asyncssh.SSHServerSession[bytes]):
         return False
 
     def subsystem_requested(self, subsystem: str) -> bool:
-        """Accept only what can be relayed now, so that the caller learns it at once."""
+        """Accept only what can be relayed now, so that the caller learns it at once.
+
+        One that comes with patience is accepted, and ended if there is nothing to relay to
+        by then.
+        """
         folder = self._folders.get(subsystem)
         if folder is None or self._channel is None:
             return False
-        volume_hex = self._channel.get_environment().get(VOLUME_VARIABLE, "")
+        environment = self._channel.get_environment()
+        volume_hex = environment.get(VOLUME_VARIABLE, "")
         if not _VOLUME_HEX.fullmatch(volume_hex):
             return False
         # The name has no more than 32 hexadecimal digits in it, so it cannot leave the folder.
-        self._socket = _connected(folder / f"{volume_hex}.sock")
-        return self._socket is not None
+        self._path = folder / f"{volume_hex}.sock"
+        self._patience_s = _patience_s(environment.get(PATIENCE_VARIABLE, ""))
+        self._socket = _connected(self._path)
+        return self._socket is not None or self._patience_s > 0
 
     def session_started(self) -> None:
         self._joining = asyncio.get_running_loop().create_task(self._join())
@@ -310,14 +325,28 @@ class _SocketRelay(_Relay, asyncssh.SSHServerSession[bytes]):
         # Not in `session_started`: asyncssh resumes reading right after it. What came until
         # now is kept here; what comes until the join waits in the channel's window.
         self.pause_reading()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience_s
+        while self._socket is None and loop.time() < until:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            self._socket = _connected(self._path)
         stream, self._socket = self._socket, None
+        if stream is None:
+            assert self._channel is not None
+            self._channel.close()
+            return
         inside = asyncssh.SSHForwarder(self)
-        await asyncio.get_running_loop().create_unix_connection(lambda: inside, sock=stream)
+        await loop.create_unix_connection(lambda: inside, sock=stream)
         self._is_joined = True
         if self._early:
             inside.write(self._early)
             self._early = b""
         self.resume_reading()
+
+
+def _patience_s(text: str) -> float:
+    """Read how long a caller would wait: whole milliseconds; what is no number is 0."""
+    return min(int(text) / 1000, MAX_PATIENCE_S) if _MILLISECONDS.fullmatch(text) else 0.0
 
 
 def _connected(path: Path) -> socket.socket | None:

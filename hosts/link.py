@@ -29,6 +29,7 @@ from hosts.gate import (
     ENCRYPTION_ALGS,
     IMAGE_SUBSYSTEM,
     KEEPALIVE_S,
+    PATIENCE_VARIABLE,
     USER,
     VOLUME_VARIABLE,
 )
@@ -124,8 +125,12 @@ class Links:
         await self.connection(endpoint)
         return GuestLink(self, endpoint)
 
-    async def paused_sftp(self, gate: GateEndpoint, volume_id: UUID) -> asyncssh.SFTPClient:
+    async def paused_sftp(
+        self, gate: GateEndpoint, volume_id: UUID, *, patience_s: float = 0.0
+    ) -> asyncssh.SFTPClient:
         """Return the SFTP session on a paused volume, which its host must have opened.
+
+        With patience the gate waits for that: then it is there as soon as it can be.
 
         It is shared by all callers, so none of them may `exit` it. Its requests raise
         `asyncssh.SFTPConnectionLost` or `SFTPNoConnection` once the host has closed the
@@ -137,7 +142,10 @@ class Links:
 
         async def open_session() -> _Sftp:
             connection = await self._gate(gate)
-            return await _open_sftp(connection, {VOLUME_VARIABLE: volume_id.hex})
+            variables = {VOLUME_VARIABLE: volume_id.hex}
+            if patience_s > 0:
+                variables[PATIENCE_VARIABLE] = str(round(patience_s * 1000))
+            return await _open_sftp(connection, variables)
 
         return (await self._files.get((gate, volume_id), open_session)).client
 

@@ -34,6 +34,10 @@ from sandboxes.models import Sandbox
 # Hints may be lost, so a waiter also looks by itself now and then.
 LOOK_AGAIN_S = 2.0
 
+# Opening the files of a paused sandbox takes a tenth of a second; after this, a waiter looks
+# whether it still sleeps.
+AT_THE_GATE_S = 2.0
+
 # A guest that does not answer may have died, which its host notices within 10 s; asking it
 # more often than this only adds to its load.
 RETRY_LINK_S = 1.0
@@ -114,6 +118,8 @@ async def files_of(
     if generation is not None:
         return await _wait(sandbox_id, team, _MomentOpener(generation).step)
     opened = await _open_files(sandbox)
+    if opened is None and sandbox.state == State.PAUSED:
+        opened = await _have_opened(sandbox)
     if opened is not None:
         return opened
     return await _wait(sandbox_id, team, _FilesOpener().step)
@@ -221,6 +227,22 @@ class _FilesOpener:
         return opened
 
 
+async def _have_opened(sandbox: Sandbox) -> asyncssh.SFTPClient | None:
+    """Ask for the files of a paused sandbox, and wait at the gate until they are there.
+
+    That is the usual way, and the shortest: `_wait`, which has every other, would first hear
+    of it when its host has recorded it.
+    """
+    try:
+        volume = await run_db(services.request_files, sandbox=sandbox)
+    except WrongState:
+        return None  # somebody moved it first
+    try:
+        return await _paused_session(volume, patience_s=AT_THE_GATE_S)
+    except LinkDown:
+        return None
+
+
 class _MomentOpener:
     """Brings one caller to the files of a moment of the sandbox's history."""
 
@@ -256,9 +278,13 @@ def _files_are_open(volume: Volume) -> bool:
     return volume.attached_for == Volume.Purpose.FILES and volume.files_ready_at is not None
 
 
-async def _paused_session(volume: Volume) -> asyncssh.SFTPClient | None:
+async def _paused_session(
+    volume: Volume, *, patience_s: float = 0.0
+) -> asyncssh.SFTPClient | None:
     assert volume.attached_host is not None
-    session = await links().paused_sftp(gate_endpoint(volume.attached_host), volume.id)
+    session = await links().paused_sftp(
+        gate_endpoint(volume.attached_host), volume.id, patience_s=patience_s
+    )
     try:
         # Its host closes it when it is idle; this finds that out before anything is changed.
         async with asyncio.timeout(LOOK_AGAIN_S * 5):

@@ -80,8 +80,8 @@ def _locked(sandbox_id: str, *states: State) -> Iterator[Sandbox | None]:
     Raises:
         GuestBusy: another thread acts on it; the message comes again.
     """
-    sandbox = _read(sandbox_id)
-    with local.guest_lock(sandbox.uuid):
+    guest_uuid = Sandbox.objects.values_list("uuid", flat=True).get(pk=sandbox_id)
+    with local.guest_lock(guest_uuid):
         sandbox = _read(sandbox_id)
         yield sandbox if sandbox.state in states else None
 

@@ -356,10 +356,12 @@ def checkpoint_sandbox(*, sandbox: Sandbox) -> None:
         send_to_host(actors.checkpoint_sandbox, sandbox, sandbox.host)
 
 
-def request_files(*, sandbox: Sandbox) -> None:
+def request_files(*, sandbox: Sandbox) -> Volume:
     """Ask a host to serve a paused sandbox's files; does nothing while one does.
 
     They are served once `volume.files_ready_at` is set.
+
+    Returns: the volume, and with it the host that was asked.
 
     Raises:
         NoCapacity: no host lives.
@@ -370,13 +372,13 @@ def request_files(*, sandbox: Sandbox) -> None:
         if sandbox.state != State.PAUSED:
             raise WrongState(sandbox.wire_status, what="have the files of its sleep opened")
         volume = sandbox.volume
-        if volume.files_ready_at is not None:
-            return
-        host = volume.attached_host
-        if host is None:
-            host = host_for_files()
-            attach_volume(volume.pk, host=host, purpose=Volume.Purpose.FILES)
-        send_to_host(actors.open_files, sandbox, host)
+        if volume.files_ready_at is None:
+            if volume.attached_host is None:
+                host = host_for_files()
+                attach_volume(volume.pk, host=host, purpose=Volume.Purpose.FILES)
+                volume.attached_host = host
+            send_to_host(actors.open_files, sandbox, volume.attached_host)
+    return volume
 
 
 def host_for_files() -> Host:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import asyncssh
 import pytest
 
-from hosts.gate import USER, VOLUME_VARIABLE, GateConfig, is_guest
+from hosts import gate
+from hosts.gate import PATIENCE_VARIABLE, USER, VOLUME_VARIABLE, GateConfig, is_guest
 from tests.hosts.ssh_guest import GUEST_ADDRESS, World, new_key, public_text, world
 
 if TYPE_CHECKING:
@@ -228,6 +229,64 @@ async def test_what_a_session_says_at_once_reaches_a_volume_that_is_slow_to_open
         server.close()
 
     assert received == b"early"
+
+
+async def test_a_session_with_patience_is_joined_to_a_volume_that_opens_meanwhile(
+    tmp_path: Path,
+) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readexactly(5))
+        writer.close()
+
+    async with world(tmp_path) as a_world, through(a_world) as connection:
+        writer, reader, _ = await connection.open_session(
+            subsystem="sftp",
+            env={VOLUME_VARIABLE: VOLUME, PATIENCE_VARIABLE: "5000"},
+            encoding=None,
+        )
+        writer.write(b"early")
+        await asyncio.sleep(0.2)
+        server = await asyncio.start_unix_server(echo, tmp_path / "files" / f"{VOLUME}.sock")
+        received = await asyncio.wait_for(reader.readexactly(5), 4)
+        server.close()
+
+    assert received == b"early"
+
+
+async def test_a_session_whose_patience_ends_ends_with_it(tmp_path: Path) -> None:
+    async with world(tmp_path) as a_world, through(a_world) as connection:
+        _, reader, _ = await connection.open_session(
+            subsystem="sftp",
+            env={VOLUME_VARIABLE: VOLUME, PATIENCE_VARIABLE: "200"},
+            encoding=None,
+        )
+
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+@pytest.mark.parametrize("patience", ["", "-1", "1e3", "0x10", "9" * 7, "٣٣"])
+async def test_what_is_no_number_of_milliseconds_is_no_patience(
+    tmp_path: Path, patience: str
+) -> None:
+    async with world(tmp_path) as a_world, through(a_world) as connection:
+        with pytest.raises(asyncssh.ChannelOpenError):
+            await connection.open_session(
+                subsystem="sftp",
+                env={VOLUME_VARIABLE: VOLUME, PATIENCE_VARIABLE: patience},
+                encoding=None,
+            )
+
+
+async def test_patience_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_PATIENCE_S", 0.2)
+    async with world(tmp_path) as a_world, through(a_world) as connection:
+        _, reader, _ = await connection.open_session(
+            subsystem="sftp",
+            env={VOLUME_VARIABLE: VOLUME, PATIENCE_VARIABLE: "999999"},
+            encoding=None,
+        )
+
+        assert await asyncio.wait_for(reader.read(), 5) == b""
 
 
 async def test_a_session_ends_when_its_volume_is_closed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from django.conf import settings
 
+from hosts.models import Volume
 from sandboxes import access, services
 from sandboxes.models import Sandbox
 from tests.fakes.guest_link import ADDRESS, LocalGuest
@@ -133,6 +134,33 @@ def test_one_that_will_not_run_is_refused(
     assert code_of(http.get(f"/sandboxes/{sandbox.id}/files/list?path=/")) == answer
 
 
+def test_files_of_a_paused_one_are_had_before_it_is_recorded_that_they_are_open(
+    http: httpx.Client,
+    make_sandbox: Make,
+    guest: LocalGuest,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sandbox = make_sandbox(State.PAUSED, auto_resume=False, address=ADDRESS)
+    volume = sandbox.volume
+    (folder / "f").write_bytes(b"asleep")
+    asked: list[str] = []
+
+    def open_files(*, sandbox: Sandbox) -> Volume:
+        asked.append(sandbox.id)
+        threading.Timer(0.3, guest.serve_paused_files, (volume.id.hex,)).start()
+        volume.attached_host = sandbox.host
+        return volume
+
+    monkeypatch.setattr(services, "request_files", open_files)
+
+    read = http.get(f"/sandboxes/{sandbox.id}/files", params={"path": f"{folder}/f"})
+    guest.drop_paused_files(volume.id.hex)
+
+    assert (read.status_code, read.content) == (200, b"asleep")
+    assert asked == [sandbox.id]
+
+
 def test_files_of_a_paused_one_are_served_without_waking_it(
     http: httpx.Client,
     make_sandbox: Make,
@@ -144,7 +172,7 @@ def test_files_of_a_paused_one_are_served_without_waking_it(
     volume = sandbox.volume
     asked: list[str] = []
 
-    def open_files(*, sandbox: Sandbox) -> None:
+    def open_files(*, sandbox: Sandbox) -> Volume:
         asked.append(sandbox.id)
         if len(asked) == 1:
             guest.serve_paused_files(volume.id.hex)
@@ -153,6 +181,7 @@ def test_files_of_a_paused_one_are_served_without_waking_it(
                 attached_host=sandbox.host,
                 files_ready_at=sandbox.created_at,
             )
+        return type(volume).objects.select_related("attached_host").get(pk=volume.pk)
 
     monkeypatch.setattr(services, "request_files", open_files)
     url = f"/sandboxes/{sandbox.id}/files"
