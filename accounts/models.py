@@ -131,7 +131,10 @@ class ApiKeyQuerySet(models.QuerySet["ApiKey"]):
     def find(self, secret: str) -> "ApiKey | None":
         """Return the usable key with this secret, its team and maker along with it."""
         usable = self.usable(timezone.now()).select_related("team", "created_by")
-        return usable.filter(digest=digest_of(secret)).first()
+        try:
+            return usable.get(digest=digest_of(secret))
+        except self.model.DoesNotExist:
+            return None
 
 
 class ApiKey(models.Model):

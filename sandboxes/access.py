@@ -66,16 +66,13 @@ def find_sandbox(sandbox_id: str, team: Team) -> Sandbox:
     """
     if SANDBOX_ID.fullmatch(sandbox_id) is None:
         raise Gone
-    found = (
-        Sandbox.objects.of(team)
-        .present()
-        .select_related("host", "team", "template", "volume__attached_host")
-        .filter(pk=sandbox_id)
-        .first()
-    )
-    if found is None:
-        raise Gone
-    return found
+    present = Sandbox.objects.of(team).present()
+    try:
+        return present.select_related(
+            "host", "team", "template", "volume__attached_host"
+        ).get(pk=sandbox_id)
+    except Sandbox.DoesNotExist:
+        raise Gone from None
 
 
 async def guest_of(sandbox_id: str, team: Team) -> GuestLink:
@@ -114,12 +111,10 @@ async def files_of(
         WakingUp: it, or its files, were not there in time; they still may be, soon.
         ResumeFailed: it was starting and could not be.
     """
-    sandbox = await run_db(find_sandbox, sandbox_id, team)
     if generation is not None:
         return await _wait(sandbox_id, team, _MomentOpener(generation).step)
-    opened = await _open_files(sandbox)
-    if opened is None and sandbox.state == State.PAUSED:
-        opened = await _have_opened(sandbox)
+    sandbox, asked = await run_db(_find_or_have_opened, sandbox_id, team)
+    opened = await _open_files(sandbox) if asked is None else await _from_the_gate(asked)
     if opened is not None:
         return opened
     return await _wait(sandbox_id, team, _FilesOpener().step)
@@ -227,16 +222,23 @@ class _FilesOpener:
         return opened
 
 
-async def _have_opened(sandbox: Sandbox) -> asyncssh.SFTPClient | None:
-    """Ask for the files of a paused sandbox, and wait at the gate until they are there.
+def _find_or_have_opened(sandbox_id: str, team: Team) -> tuple[Sandbox, Volume | None]:
+    """Return the sandbox, and its volume where its host was just asked for the files."""
+    sandbox = find_sandbox(sandbox_id, team)
+    if sandbox.state != State.PAUSED or _files_are_open(sandbox.volume):
+        return sandbox, None
+    try:
+        return sandbox, services.request_files(sandbox=sandbox)
+    except WrongState:
+        return sandbox, None  # somebody moved it first: the long way finds out where to
+
+
+async def _from_the_gate(volume: Volume) -> asyncssh.SFTPClient | None:
+    """Wait at the gate for files that were asked for; None if they are not there in time.
 
     That is the usual way, and the shortest: `_wait`, which has every other, would first hear
-    of it when its host has recorded it.
+    of it when their host has recorded it.
     """
-    try:
-        volume = await run_db(services.request_files, sandbox=sandbox)
-    except WrongState:
-        return None  # somebody moved it first
     try:
         return await _paused_session(volume, patience_s=AT_THE_GATE_S)
     except LinkDown:

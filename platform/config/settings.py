@@ -122,7 +122,7 @@ REDIS_URL = env.secret("REDIS_URL", "redis://127.0.0.1:6379/0")
 # The queue: Redis, a RabbitMQ URL ("amqp://…"), or "stub" in unit tests.
 QUEUE_URL = env.secret("QUEUE_URL", REDIS_URL)
 CACHES = {
-    "default": {"BACKEND": "django.core.cache.backends.redis.RedisCache", "LOCATION": REDIS_URL}
+    "default": {"BACKEND": "common.cache.SharedRedisCache", "LOCATION": REDIS_URL}
 }
 CHANNEL_LAYERS = {
     "default": {
