@@ -29,6 +29,11 @@ def this_host() -> Host:
     return Host.objects.get(name=settings.HOST_NAME)
 
 
+def is_this(host: Host | None) -> bool:
+    """Tell whether a host is this machine, without asking anybody."""
+    return host is not None and host.name == settings.HOST_NAME
+
+
 def store_config() -> StoreConfig:
     """Return where objects are kept, and with which keys."""
     return StoreConfig(

@@ -30,7 +30,6 @@ MAX_CHUNKS_AHEAD = 64
 _CHUNK_BYTES = 64 * 1024
 """A disk is read from its cache in such pieces, whatever is asked of one."""
 
-_PAGE_BYTES = 4096
 _SUPERBLOCK_AT = 1024
 _SUPERBLOCK_BYTES = 1024
 _MAGIC = 0xEF53
@@ -116,7 +115,7 @@ def _read_ahead(image: int, table: bytes, size: int, block_bytes: int) -> None:
     chunks = sorted({place // _CHUNK_BYTES for place in places})
     with suppress(OSError):  # no more than a hint
         for chunk in chunks[:MAX_CHUNKS_AHEAD]:
-            os.posix_fadvise(image, chunk * _CHUNK_BYTES, _PAGE_BYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(image, chunk * _CHUNK_BYTES, _CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _is_whole(descriptor: bytes, number: int, seed: int, crc: Crc) -> bool:

@@ -51,6 +51,7 @@ GIVE_UP_AFTER = timedelta(minutes=6)
 # What processes get to end by themselves at a pause, and a frozen file system to settle.
 STOP_DEADLINE_S = 10
 FREEZE_DEADLINE_S = 5
+RELATED = ("team", "host", "template__generation", "volume__head", "volume__attached_host")
 STORE_AWAY = "The object store does not take the upload; trying again."
 
 
@@ -74,26 +75,29 @@ def this_queue() -> str:
 
 
 @contextmanager
-def _locked(sandbox_id: str, *states: State) -> Iterator[Sandbox | None]:
+def _locked(
+    sandbox_id: str, *states: State, related: Sequence[str] = RELATED
+) -> Iterator[Sandbox | None]:
     """Yield the sandbox, alone on this host with it; None where its state is another.
+
+    Args:
+        related: what is read along with it.
 
     Raises:
         GuestBusy: another thread acts on it; the message comes again.
     """
     guest_uuid = Sandbox.objects.values_list("uuid", flat=True).get(pk=sandbox_id)
     with local.guest_lock(guest_uuid):
-        sandbox = _read(sandbox_id)
+        sandbox = _read(sandbox_id, related)
         yield sandbox if sandbox.state in states else None
 
 
-def _read(sandbox_id: str) -> Sandbox:
-    return Sandbox.objects.select_related(
-        "team", "host", "template__generation", "volume__head", "volume__attached_host"
-    ).get(pk=sandbox_id)
+def _read(sandbox_id: str, related: Sequence[str] = RELATED) -> Sandbox:
+    return Sandbox.objects.select_related(*related).get(pk=sandbox_id)
 
 
 def _is_mine(sandbox: Sandbox) -> bool:
-    return sandbox.host is not None and sandbox.host == local.this_host()
+    return local.is_this(sandbox.host)
 
 
 # -- start --------------------------------------------------------------------------------
@@ -493,7 +497,8 @@ def open_files(sandbox_id: str) -> None:
     Raises:
         Unavailable: they are not served; nothing has changed.
     """
-    with _locked(sandbox_id, State.PAUSED) as sandbox:
+    related = ("volume__head", "volume__attached_host")
+    with _locked(sandbox_id, State.PAUSED, related=related) as sandbox:
         if sandbox is None:
             return
         volume = sandbox.volume
@@ -519,7 +524,7 @@ def mount_files(volume: Volume) -> None:
 
 def holds(volume: Volume) -> bool:
     """Tell whether this host has the volume attached, its host read along with it."""
-    return volume.attached_host is not None and volume.attached_host == local.this_host()
+    return local.is_this(volume.attached_host)
 
 
 def store_files(volume: Volume) -> None:

@@ -16,7 +16,7 @@ class SharedRedisCache(RedisCache):
 
     @cached_property
     def _cache(self) -> Any:
-        return _client(tuple(self._servers))
+        return _client(tuple(self._servers))  # type: ignore[attr-defined]
 
 
 @cache

@@ -9,7 +9,7 @@ def test_requests_share_the_connections_of_their_process() -> None:
     one, other = caches.create_connection("default"), caches.create_connection("default")
 
     assert one is not other
-    assert one._cache is other._cache
+    assert one._cache is other._cache  # type: ignore[attr-defined]
 
 
 def test_many_threads_may_use_it_at_once() -> None:
