@@ -35,7 +35,7 @@ PORT_BASE = "23000"
 NEEDS_PLATFORM = "guest or browser"
 # pytest's exit codes for "interrupted" and for "no test was collected".
 # Source: https://docs.pytest.org/en/stable/reference/exit-codes.html
-INTERRUPTED, NO_TESTS = 2, 5
+INTERRUPTED, USAGE_ERROR, NO_TESTS = 2, 4, 5
 COLLECT_TIMEOUT_S = 300.0
 # So many runs at once in a checkout; their ports are this far apart.
 RUNS_AT_ONCE = 8
@@ -177,7 +177,7 @@ def _collect(config: Config, environment: Mapping[str, str], wanted: Wanted) -> 
     command = [config.python, "-m", "pytest", "-p", "tests.counting", "--collect-only", "-q"]
     command += [*wanted.arguments, *(("-m", wanted.marks) if wanted.marks else ())]
     with step("Collecting tests"):
-        subprocess.run(
+        collected = subprocess.run(
             command,
             env={**environment, "COUNTS_FILE": str(counts)},
             cwd=CHECKOUT,
@@ -186,8 +186,9 @@ def _collect(config: Config, environment: Mapping[str, str], wanted: Wanted) -> 
             timeout=COLLECT_TIMEOUT_S,
             check=False,
         )
-    if not counts.exists():
-        # pytest stumbled over something; when it runs, it says over what.
+    if collected.returncode == USAGE_ERROR or not counts.exists():
+        # pytest stumbled over something, such as a path that is not there; when it runs, it
+        # says over what.
         return {"ordinary": 1, "platform": 0}
     found: dict[str, int] = json.loads(counts.read_text())
     say(f"  {found['ordinary']} ordinary, {found['platform']} on a platform")

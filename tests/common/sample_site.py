@@ -41,6 +41,8 @@ class Body(StrictSerializer):
     name = serializers.CharField()
     limits = Limits(required=False)
     more = Limits(many=True, required=False)
+    tags = serializers.ListField(child=serializers.CharField(), required=False)
+    open = serializers.BooleanField(required=False)
 
 
 class Sample(TeamView):

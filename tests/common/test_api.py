@@ -172,6 +172,16 @@ def test_a_body_that_is_too_large_is_413(alice: APIClient, url: str) -> None:
         ({"name": "a", "limits": {"ttl": -1}}, {"limits.ttl": "greater than"}),
         ({"name": "a", "more": [{}, {"tll": 3}]}, {"more.1.tll": "not known"}),
         ({"name": "a", "limits": "x"}, {"limits": "Invalid data"}),
+        ({"name": 5}, {"name": "Not a valid string"}),
+        ({"name": True}, {"name": "Not a valid string"}),
+        ({"name": ["a"]}, {"name": "Not a valid string"}),
+        ({"name": None}, {"name": "may not be null"}),
+        ({"name": "a", "limits": {"ttl": "3"}}, {"limits.ttl": "valid integer"}),
+        ({"name": "a", "limits": {"ttl": True}}, {"limits.ttl": "valid integer"}),
+        ({"name": "a", "limits": {"ttl": 3.5}}, {"limits.ttl": "valid integer"}),
+        ({"name": "a", "tags": ["a", 5]}, {"tags": "Not a valid string"}),
+        ({"name": "a", "open": "true"}, {"open": "valid boolean"}),
+        ({"name": "a", "open": 1}, {"open": "valid boolean"}),
     ],
 )
 def test_what_is_wrong_is_named_by_its_path(
