@@ -16,6 +16,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address, IPv4Network
 from pathlib import Path
@@ -32,8 +33,9 @@ IMAGE_SUBSYSTEM = "image"
 GUEST_SSH_PORT = 22
 
 MAX_PATIENCE_S = 5.0
-LOOK_AGAIN_S = 0.002
-"""What waits for a socket looks this often: whoever opens it has tens of ms to do."""
+LOOK_AGAIN_S, LATER_S = 0.002, 0.02
+PROMPT_FOR_S = 0.3
+"""What waits for a socket looks often while it is likely to come, then less so."""
 
 DIAL_TIMEOUT_S = (
     5.0  # a guest that is up answers at once; one that is not must not hold a channel
@@ -325,23 +327,32 @@ class _SocketRelay(_Relay, asyncssh.SSHServerSession[bytes]):
         # Not in `session_started`: asyncssh resumes reading right after it. What came until
         # now is kept here; what comes until the join waits in the channel's window.
         self.pause_reading()
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._patience_s
-        while self._socket is None and loop.time() < until:
-            await asyncio.sleep(LOOK_AGAIN_S)
-            self._socket = _connected(self._path)
-        stream, self._socket = self._socket, None
-        if stream is None:
+        try:
+            await self._await_socket()
+            stream, self._socket = self._socket, None
+            if stream is None:
+                raise FileNotFoundError(self._path)
+            inside = asyncssh.SSHForwarder(self)
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: inside, sock=stream)
+        except OSError:
             assert self._channel is not None
             self._channel.close()
             return
-        inside = asyncssh.SSHForwarder(self)
-        await loop.create_unix_connection(lambda: inside, sock=stream)
         self._is_joined = True
         if self._early:
             inside.write(self._early)
             self._early = b""
         self.resume_reading()
+
+    async def _await_socket(self) -> None:
+        """Connect as soon as there is something to connect to, while the patience lasts."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while self._socket is None and (waited_s := loop.time() - began) < self._patience_s:
+            await asyncio.sleep(LOOK_AGAIN_S if waited_s < PROMPT_FOR_S else LATER_S)
+            if self._path.exists():
+                self._socket = _connected(self._path)
 
 
 def _patience_s(text: str) -> float:
@@ -351,11 +362,12 @@ def _patience_s(text: str) -> float:
 
 def _connected(path: Path) -> socket.socket | None:
     """Connect to a UNIX socket without waiting; None where nobody can answer there."""
-    stream = socket.socket(socket.AF_UNIX)
-    stream.setblocking(False)
-    try:
-        stream.connect(str(path))
-    except OSError:
-        stream.close()
-        return None
-    return stream
+    with ExitStack() as stack:
+        try:
+            stream = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stream.setblocking(False)
+            stream.connect(str(path))
+        except OSError:
+            return None
+        stack.pop_all()
+        return stream

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from uuid import UUID
 
 import asyncssh
+from asyncssh.sftp import MIN_SFTP_VERSION, start_sftp_client
 
 from common.errors import Unavailable
 from common.units import KiB
@@ -517,11 +518,25 @@ async def _open_agent(
 async def _open_sftp(connection: _Connection, variables: dict[str, str]) -> _Sftp:
     with _translated("its files cannot be reached"):
         async with asyncio.timeout(OPEN_TIMEOUT_S):
+            writer, reader, _ = await connection.ssh.open_session(
+                subsystem="sftp", env=variables, encoding=None
+            )
             # Names are any bytes: a caller gives and gets `bytes`, or `str` as os.fsdecode
             # makes it.
-            client = await connection.ssh.start_sftp_client(
-                env=variables, path_encoding="utf-8", path_errors="surrogateescape"
-            )
+            try:
+                client = await start_sftp_client(
+                    connection.ssh,
+                    asyncio.get_running_loop(),
+                    "strict",
+                    reader,
+                    writer,
+                    "utf-8",
+                    "surrogateescape",
+                    MIN_SFTP_VERSION,
+                )
+            except BaseException:
+                writer.close()  # it would stay, and be one of the few that a server takes
+                raise
     return _Sftp(client)
 
 

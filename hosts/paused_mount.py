@@ -101,7 +101,9 @@ UNMOUNT_TIMEOUT_S = 60.0
 MAX_BACKGROUND = 4 * SERVER_FILES
 """More requests than ever wait behind a caller that goes on: ends of files, reads ahead.
 
-Were there more, the kernel would hold them back, and a later fsync would overtake them.
+Were there more, the kernel would hold them back, and a later fsync would overtake them. On a
+host of less than 12 GiB the kernel takes less (`max_user_bgreq`), which is enough from 4 GiB
+on; what is overtaken is found out at the end of a cut, by the superblock.
 """
 
 KILL_TIMEOUT_S = 10.0

@@ -68,9 +68,9 @@ def find_sandbox(sandbox_id: str, team: Team) -> Sandbox:
         raise Gone
     present = Sandbox.objects.of(team).present()
     try:
-        return present.select_related(
-            "host", "team", "template", "volume__attached_host"
-        ).get(pk=sandbox_id)
+        return present.select_related("host", "team", "template", "volume__attached_host").get(
+            pk=sandbox_id
+        )
     except Sandbox.DoesNotExist:
         raise Gone from None
 
@@ -223,7 +223,7 @@ class _FilesOpener:
 
 
 def _find_or_have_opened(sandbox_id: str, team: Team) -> tuple[Sandbox, Volume | None]:
-    """Return the sandbox, and its volume where its host was just asked for the files."""
+    """Return the sandbox, and its volume where a host was just given it for the files."""
     sandbox = find_sandbox(sandbox_id, team)
     if sandbox.state != State.PAUSED or _files_are_open(sandbox.volume):
         return sandbox, None
@@ -237,11 +237,13 @@ async def _from_the_gate(volume: Volume) -> asyncssh.SFTPClient | None:
     """Wait at the gate for files that were asked for; None if they are not there in time.
 
     That is the usual way, and the shortest: `_wait`, which has every other, would first hear
-    of it when their host has recorded it.
+    of it when their host has recorded it. Not for a volume that its host had before: it may
+    be closing, with its socket there to the last.
     """
     try:
-        return await _paused_session(volume, patience_s=AT_THE_GATE_S)
-    except LinkDown:
+        async with asyncio.timeout(AT_THE_GATE_S):
+            return await _paused_session(volume, patience_s=AT_THE_GATE_S)
+    except (LinkDown, TimeoutError):
         return None
 
 

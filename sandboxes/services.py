@@ -356,12 +356,13 @@ def checkpoint_sandbox(*, sandbox: Sandbox) -> None:
         send_to_host(actors.checkpoint_sandbox, sandbox, sandbox.host)
 
 
-def request_files(*, sandbox: Sandbox) -> Volume:
+def request_files(*, sandbox: Sandbox) -> Volume | None:
     """Ask a host to serve a paused sandbox's files; does nothing while one does.
 
     They are served once `volume.files_ready_at` is set.
 
-    Returns: the volume, and with it the host that was asked.
+    Returns: the volume, and with it its host, where that was given it only now: nothing of
+        it is open there. None where a host has it, which may be opening it or closing it.
 
     Raises:
         NoCapacity: no host lives.
@@ -372,13 +373,14 @@ def request_files(*, sandbox: Sandbox) -> Volume:
         if sandbox.state != State.PAUSED:
             raise WrongState(sandbox.wire_status, what="have the files of its sleep opened")
         volume = sandbox.volume
-        if volume.files_ready_at is None:
-            if volume.attached_host is None:
-                host = host_for_files()
-                attach_volume(volume.pk, host=host, purpose=Volume.Purpose.FILES)
-                volume.attached_host = host
-            send_to_host(actors.open_files, sandbox, volume.attached_host)
-    return volume
+        if volume.files_ready_at is not None:
+            return None
+        is_new = volume.attached_host is None
+        if is_new:
+            volume.attached_host = host_for_files()
+            attach_volume(volume.pk, host=volume.attached_host, purpose=Volume.Purpose.FILES)
+        send_to_host(actors.open_files, sandbox, volume.attached_host)
+    return volume if is_new else None
 
 
 def host_for_files() -> Host:

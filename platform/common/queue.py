@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 FULL_WAIT_S = 0.05
 """How long a consumer waits that has messages in hand, which it must see to by itself."""
+MAX_IDLE_S = 2.0
+"""Below the limit that a client's socket has by itself, and a heartbeat's length."""
 BELL_KEPT_S = 60
 
 
@@ -29,20 +31,25 @@ class PromptConsumer(_RedisConsumer):
         # What it finds nothing for it comes back from at once.
         super().__init__(broker, queue_name, prefetch, timeout=0)  # type: ignore[no-untyped-call]
         self._is_for_delayed = dq_name(queue_name) == queue_name
-        self._idle_s = max(timeout / 1000, FULL_WAIT_S)
+        self._idle_s = min(max(timeout / 1000, FULL_WAIT_S), MAX_IDLE_S)
 
     def __next__(self) -> Any:
+        # Before it looks: one that had to pass a message over must not wait for its bell.
+        wait_s = FULL_WAIT_S if self._is_busy() else self._idle_s
         message = super().__next__()  # type: ignore[no-untyped-call]
         if message is None:
-            self._wait()
+            self._wait(wait_s)
         return message
 
-    def _wait(self) -> None:
+    def _is_busy(self) -> bool:
         in_hand = self.outstanding_message_count
-        is_full = in_hand >= self.prefetch or (in_hand and self._is_for_delayed)
-        wait_s = FULL_WAIT_S if is_full else self._idle_s
+        return in_hand >= self.prefetch or (in_hand > 0 and self._is_for_delayed)
+
+    def _wait(self, wait_s: float) -> None:
         try:
             self.broker.client.blpop([self.broker.bell(self.queue_name)], timeout=wait_s)
+        except redis.TimeoutError:
+            return  # a socket's own limit was shorter, or Redis stalls: the next look tells
         except redis.ConnectionError as error:
             raise ConnectionClosed(error) from None  # type: ignore[no-untyped-call]
 

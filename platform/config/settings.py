@@ -121,9 +121,7 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 REDIS_URL = env.secret("REDIS_URL", "redis://127.0.0.1:6379/0")
 # The queue: Redis, a RabbitMQ URL ("amqp://…"), or "stub" in unit tests.
 QUEUE_URL = env.secret("QUEUE_URL", REDIS_URL)
-CACHES = {
-    "default": {"BACKEND": "common.cache.SharedRedisCache", "LOCATION": REDIS_URL}
-}
+CACHES = {"default": {"BACKEND": "common.cache.SharedRedisCache", "LOCATION": REDIS_URL}}
 CHANNEL_LAYERS = {
     "default": {
         "BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer",

@@ -9,7 +9,7 @@ import sys
 from contextlib import asynccontextmanager
 from ipaddress import IPv4Network
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import asyncssh
 import pytest
@@ -253,15 +253,25 @@ async def test_a_session_with_patience_is_joined_to_a_volume_that_opens_meanwhil
     assert received == b"early"
 
 
+async def none_is_open(a_world: World) -> None:
+    """Wait until the gate has every channel of its only connection back."""
+    (connection,) = a_world.gate.connections
+    door = cast("Any", connection.get_owner())
+    while door._channels:
+        await asyncio.sleep(0.01)
+
+
 async def test_a_session_whose_patience_ends_ends_with_it(tmp_path: Path) -> None:
     async with world(tmp_path) as a_world, through(a_world) as connection:
-        _, reader, _ = await connection.open_session(
+        writer, reader, _ = await connection.open_session(
             subsystem="sftp",
             env={VOLUME_VARIABLE: VOLUME, PATIENCE_VARIABLE: "200"},
             encoding=None,
         )
+        writer.write(b"what an SFTP client says first")
 
         assert await asyncio.wait_for(reader.read(), 5) == b""
+        await none_is_open(a_world)
 
 
 @pytest.mark.parametrize("patience", ["", "-1", "1e3", "0x10", "9" * 7, "٣٣"])

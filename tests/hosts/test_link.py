@@ -11,6 +11,7 @@ import asyncssh
 import pytest
 
 from common.units import MiB
+from hosts import link
 from hosts.guest import protocol
 from hosts.link import AgentError, LinkDown
 from tests.hosts.ssh_guest import new_key, public_text, world
@@ -286,6 +287,30 @@ async def test_a_volume_that_is_not_open_has_no_files(tmp_path: Path) -> None:
     async with world(tmp_path) as a_world:
         with pytest.raises(LinkDown):
             await a_world.links.paused_sftp(a_world.gate_endpoint, uuid.uuid4())
+
+
+async def test_a_session_that_nobody_answers_in_time_is_not_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "OPEN_TIMEOUT_S", 0.3)
+    volume_id = uuid.uuid4()
+    ended = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(9)  # an SFTP client's first packet
+        await reader.read()
+        ended.set()
+        writer.close()
+
+    async with world(tmp_path) as a_world:
+        path = tmp_path / "files" / f"{volume_id.hex}.sock"
+        server = await asyncio.start_unix_server(say_nothing, path)
+
+        with pytest.raises(LinkDown):
+            await a_world.links.paused_sftp(a_world.gate_endpoint, volume_id)
+
+        await asyncio.wait_for(ended.wait(), 5)
+        server.close()
 
 
 async def test_the_files_of_a_paused_volume_come_through_the_gate(tmp_path: Path) -> None:

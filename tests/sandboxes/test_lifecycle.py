@@ -415,6 +415,21 @@ def test_files_of_a_sleeping_sandbox_are_served_without_a_guest(
     assert open_meters(paused) == 0
 
 
+def test_who_asks_first_is_told_where_the_files_will_be_and_nobody_else(
+    machine: FakeHost, paused: Sandbox
+) -> None:
+    first = services.request_files(sandbox=paused)
+    again = services.request_files(sandbox=paused)
+    operations.open_files(paused.id)
+    opened = services.request_files(sandbox=paused)
+
+    assert first is not None
+    assert first.pk == paused.volume_id
+    assert first.attached_host is not None
+    # It may be closing by now, with its socket there until the last moment.
+    assert (again, opened) == (None, None)
+
+
 def test_written_files_become_a_generation(machine: FakeHost, paused: Sandbox) -> None:
     services.request_files(sandbox=paused)
     operations.open_files(paused.id)

@@ -1,5 +1,6 @@
 """Waking a sandbox by using it, and what is answered where that is not allowed."""
 
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from django.conf import settings
+from django.utils import timezone
 
 from hosts.models import Volume
 from sandboxes import access, services
@@ -141,6 +143,7 @@ def test_files_of_a_paused_one_are_had_before_it_is_recorded_that_they_are_open(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(access, "AT_THE_GATE_S", 60.0)
     sandbox = make_sandbox(State.PAUSED, auto_resume=False, address=ADDRESS)
     volume = sandbox.volume
     (folder / "f").write_bytes(b"asleep")
@@ -161,6 +164,45 @@ def test_files_of_a_paused_one_are_had_before_it_is_recorded_that_they_are_open(
     assert asked == [sandbox.id]
 
 
+def test_files_that_do_not_open_in_time_are_waited_for_the_long_way(
+    http: httpx.Client,
+    make_sandbox: Make,
+    guest: LocalGuest,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(access, "AT_THE_GATE_S", 0.3)
+    sandbox = make_sandbox(State.PAUSED, auto_resume=False, address=ADDRESS)
+    volume = sandbox.volume
+    (folder / "f").write_bytes(b"asleep")
+    # As while e2fsck runs: there is a socket, and nobody answers.
+    silent = socket.socket(socket.AF_UNIX)
+    path = guest.files_dir / f"{volume.id.hex}.sock"
+    asked: list[str] = []
+
+    def open_files(*, sandbox: Sandbox) -> Volume | None:
+        asked.append(sandbox.id)
+        if len(asked) == 1:
+            silent.bind(str(path))
+            silent.listen()
+            volume.attached_host = sandbox.host
+            return volume
+        silent.close()
+        path.unlink()
+        guest.serve_paused_files(volume.id.hex)
+        fields = {"attached_for": "files", "attached_host": sandbox.host}
+        Volume.objects.filter(pk=volume.pk).update(files_ready_at=timezone.now(), **fields)
+        return None
+
+    monkeypatch.setattr(services, "request_files", open_files)
+
+    read = http.get(f"/sandboxes/{sandbox.id}/files", params={"path": f"{folder}/f"})
+    guest.drop_paused_files(volume.id.hex)
+
+    assert (read.status_code, read.content) == (200, b"asleep")
+    assert len(asked) == 2
+
+
 def test_files_of_a_paused_one_are_served_without_waking_it(
     http: httpx.Client,
     make_sandbox: Make,
@@ -172,7 +214,7 @@ def test_files_of_a_paused_one_are_served_without_waking_it(
     volume = sandbox.volume
     asked: list[str] = []
 
-    def open_files(*, sandbox: Sandbox) -> Volume:
+    def open_files(*, sandbox: Sandbox) -> None:
         asked.append(sandbox.id)
         if len(asked) == 1:
             guest.serve_paused_files(volume.id.hex)
@@ -181,7 +223,6 @@ def test_files_of_a_paused_one_are_served_without_waking_it(
                 attached_host=sandbox.host,
                 files_ready_at=sandbox.created_at,
             )
-        return type(volume).objects.select_related("attached_host").get(pk=volume.pk)
 
     monkeypatch.setattr(services, "request_files", open_files)
     url = f"/sandboxes/{sandbox.id}/files"
