@@ -24,6 +24,7 @@ MAX_DEPTH = 5
 
 _SUPERBLOCK_AT = 1024
 _MAGIC = 0xEF53
+_ROOT_INODE = 2
 _EXTENT_MAGIC = 0xF30A
 _64BIT = 0x80
 _UNREAD = 0x8000 | 0x10000 | 0x20000 | 0x10
@@ -83,12 +84,34 @@ class Image:
         ):
             raise Senseless("the superblock")
 
+    def number_of(self, path: bytes) -> int:
+        """Return the number of the inode of a path without symbolic links.
+
+        Raises:
+            Senseless: it is not there, or leads through what is not understood here.
+        """
+        number = _ROOT_INODE
+        for part in filter(None, path.split(b"/")):
+            children = (child for child, name in self._children(number) if name == part)
+            number = next(children, 0)
+            if not number:
+                raise Senseless("the path")
+        return number
+
     def entries(self, number: int) -> Iterator[Entry]:
         """Yield what is in the directory whose inode has this number, in no order.
 
         Raises:
             Senseless: it is no directory, or not one that is understood here.
         """
+        names = self._children(number)
+        while batch := list(itertools.islice(names, _BATCH)):
+            # A directory is in the order of its names' hashes; inodes are read as they lie.
+            batch.sort()
+            for child, name in batch:
+                yield self._entry(name, self._inode(child))
+
+    def _children(self, number: int) -> Iterator[tuple[int, bytes]]:
         inode = self._inode(number)
         flags = _u32(inode, 0x20)
         size_bytes = self._size(inode)
@@ -99,12 +122,7 @@ class Image:
             or size_bytes > min(MAX_DIRECTORY_BYTES, self._image_bytes)
         ):
             raise Senseless("the directory")
-        names = self._names(inode, size_bytes // self._block_bytes)
-        while batch := list(itertools.islice(names, _BATCH)):
-            # A directory is in the order of its names' hashes; inodes are read as they lie.
-            batch.sort()
-            for child, name in batch:
-                yield self._entry(name, self._inode(child))
+        return self._names(inode, size_bytes // self._block_bytes)
 
     def _names(self, inode: bytes, left: int) -> Iterator[tuple[int, bytes]]:
         for first, count in self._extents(inode[0x28:0x64], MAX_DEPTH):

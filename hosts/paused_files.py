@@ -40,7 +40,7 @@ from typing import Any, BinaryIO
 from uuid import UUID
 
 from common.errors import Refused, Unavailable
-from hosts import paused_mount, paused_settle, paused_starter
+from hosts import fuse_limits, paused_mount, paused_settle, paused_starter
 from hosts.paused_mount import Given, Spec
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,9 @@ OPEN_TIMEOUT_S = paused_mount.CHECK_TIMEOUT_S + paused_mount.MOUNT_TIMEOUT_S + 3
 CLOSE_TIMEOUT_S = paused_mount.SERVER_END_TIMEOUT_S + paused_mount.UNMOUNT_TIMEOUT_S + 10
 KILL_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 4096
+MAX_WAITING = 4 * paused_mount.SERVER_FILES
+"""More requests of a mount than ever wait behind a caller that goes on: ends of files, reads
+ahead."""
 DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED)
 """What a mount answers whose FUSE daemon ended."""
 
@@ -283,6 +286,7 @@ class PausedFiles:
             except BaseException as error:
                 failure = error
         if answer.get("ok") is True:
+            self._let_all_wait(volume_id)
             return
         self._give_up(volume_id)  # it waits for the lock
         if failure is not None:
@@ -291,6 +295,16 @@ class PausedFiles:
         if answer.get("code") == "damaged":
             raise FileSystemDamaged(f"The file system cannot be opened: {detail}.")
         raise FilesUnavailable(f"The files cannot be opened: {detail}.")
+
+    def _let_all_wait(self, volume_id: UUID) -> None:
+        """See to it that a flush never overtakes what was done before, see `paused_settle`."""
+        pid = self._running_pid(volume_id)
+        try:
+            if pid is not None:
+                fuse_limits.let_wait(pid, paused_mount.MOUNTPOINT, MAX_WAITING)
+        except OSError as error:
+            # What is overtaken is found out at the end of a cut, by the superblock.
+            log.warning("requests of volume %s may be overtaken: %s", volume_id, error)
 
     def _launch(
         self, volume_id: UUID, image: Path, show: Callable[[], object], state_fd: int

@@ -98,13 +98,9 @@ SERVER_END_TIMEOUT_S = 10.0
 # fuse2fs writes what it holds back when it is unmounted, through the storage daemon.
 UNMOUNT_TIMEOUT_S = 60.0
 
-MAX_BACKGROUND = 4 * SERVER_FILES
-"""More requests than ever wait behind a caller that goes on: ends of files, reads ahead.
-
-Were there more, the kernel would hold them back, and a later fsync would overtake them. On a
-host of less than 12 GiB the kernel takes less (`max_user_bgreq`), which is enough from 4 GiB
-on; what is overtaken is found out at the end of a cut, by the superblock.
-"""
+MOUNTPOINT = "/mnt"
+MOUNT_OPTIONS = "fakeroot,rw,noexec,nosuid,nodev"
+"""What fuse2fs of libfuse 2 (Debian 12) and of libfuse 3 (Debian 13) takes."""
 
 KILL_TIMEOUT_S = 10.0
 MAX_FD = 1 << 20
@@ -538,17 +534,8 @@ class Init:
 
     def _prepare_mount(self) -> tuple[_Child, int]:
         return _fork_waiting(
-            # Single-threaded: one lock would serialise its threads anyway. Inodes have their
-            # own numbers, by which the server finds large directories in the image.
-            [
-                "fuse2fs",
-                "/image/disk",
-                "/mnt",
-                "-f",
-                "-s",
-                "-o",
-                f"fakeroot,rw,noexec,nosuid,nodev,use_ino,max_background={MAX_BACKGROUND}",
-            ],
+            # Single-threaded: one lock would serialise its threads anyway.
+            ["fuse2fs", "/image/disk", MOUNTPOINT, "-f", "-s", "-o", MOUNT_OPTIONS],
             calls=paused_syscalls.MOUNT,
             memory_bytes=MOUNT_MEMORY_BYTES,
             keep=CAP_SYS_ADMIN,
@@ -615,7 +602,7 @@ class Init:
 
     def _unmount(self) -> bool:
         """Unmount, and wait until fuse2fs has written all that it held."""
-        if self._fuse.has_ended() or _libc.umount2(b"/mnt", 0):
+        if self._fuse.has_ended() or _libc.umount2(MOUNTPOINT.encode(), 0):
             return False
         return self._fuse.ends_in(UNMOUNT_TIMEOUT_S) and self._fuse.code() == 0
 
@@ -692,10 +679,10 @@ def _enter_mount() -> int:
     Returns: the image that is mounted.
     """
     outer = os.stat("/").st_dev
-    while os.stat("/mnt").st_dev == outer:
+    while os.stat(MOUNTPOINT).st_dev == outer:
         time.sleep(0.001)
     image = os.open("/image/disk", os.O_RDWR | os.O_CLOEXEC)
-    os.chroot("/mnt")
+    os.chroot(MOUNTPOINT)
     os.chdir("/")
     return image
 

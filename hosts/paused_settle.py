@@ -86,8 +86,8 @@ class Settler:
 
         None is made for that, since it would be in the generation. It is closed afterwards
         only: the kernel does not wait for what fuse2fs does then, which is to write the
-        superblock again. All that was closed before is done before the fsync is
-        (`hosts.paused_mount.MAX_BACKGROUND`).
+        superblock again. All that was closed before is done before the fsync is, see
+        `hosts.fuse_limits`.
 
         Raises:
             OSError: there is no file to do it by, or it fails.

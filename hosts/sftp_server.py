@@ -181,7 +181,8 @@ class ConfinedServer(asyncssh.SFTPServer):
         """Read a directory past fuse2fs, see `hosts.paused_directory`; None if that fails."""
         try:
             with self._settler.flushed():
-                entries = Image(self._settler.image).entries(os.stat(path).st_ino)
+                image = Image(self._settler.image)
+                entries = image.entries(image.number_of(os.path.realpath(path)))
                 first = next(entries, None)
         except (Senseless, OSError, struct.error):
             return None

@@ -57,6 +57,22 @@ def test_a_directory_has_its_names_and_what_its_files_are(copy: int, number: int
     assert {entry.links for entry in found.values()} == {1}
 
 
+def test_a_directory_is_found_by_its_path(copy: int, number: int) -> None:
+    image = Image(copy)
+
+    assert [image.number_of(path) for path in (b"/many", b"many", b"//many/")] == [number] * 3
+    assert image.number_of(b"/") == 2
+
+
+@pytest.mark.parametrize(
+    "path",
+    [b"/none", b"/many/none", b"/many/0000-/below", b"/man", b"/many\0", b"/many/none/x"],
+)
+def test_a_path_that_leads_nowhere_is_senseless(copy: int, path: bytes) -> None:
+    with pytest.raises(Senseless):
+        Image(copy).number_of(path)
+
+
 @pytest.mark.parametrize("wrong", [0, 1 << 31, (1 << 32) - 1, 11_000])
 def test_an_inode_that_there_is_not_is_senseless(copy: int, wrong: int) -> None:
     with pytest.raises(Senseless):

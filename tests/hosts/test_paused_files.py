@@ -325,6 +325,7 @@ async def test_a_directory_of_many_names_is_described_from_the_image(
     (source / "many/00007").chmod(0o4750)
     os.utime(source / "many/00007", (1_500_000_000, 1_400_000_000))
     (source / "many/link").symlink_to("00007")
+    (source / "to-many").symlink_to("many/below/..")
     image = folder / "many.raw"
     run("/usr/sbin/mke2fs", "-q", "-t", "ext4", "-N", "9000", "-d", source, image, "64M")
     paused.open(volume_id, image)
@@ -332,6 +333,7 @@ async def test_a_directory_of_many_names_is_described_from_the_image(
         await write(client, "/many/new", b"not flushed yet")
         await client.remove("/many/00008")
         found = {entry.filename: entry.attrs async for entry in client.scandir(b"/many")}
+        through_link = [entry.attrs async for entry in client.scandir(b"/to-many")]
         asked = await client.lstat("/many/00007")
         page, last = await files.list_page(
             client, b"/many", limit=10, after=files.Position(b"00005"), owner="x"
@@ -342,6 +344,8 @@ async def test_a_directory_of_many_names_is_described_from_the_image(
     assert set(found) == names | set(ODD_NAMES) | {b".", b"..", b"below", b"link", b"new"}
     for field in ("size", "uid", "gid", "permissions", "mtime", "nlink"):
         assert getattr(found[b"00007"], field) == getattr(asked, field), field
+    assert len(through_link) == len(found)
+    assert None not in {attrs.size for attrs in through_link}
     assert found[b"new"].size == 15
     assert stat.S_ISDIR(found[b"below"].permissions or 0)
     assert [one.name for one in page][:3] == [b"00006", b"00007", b"00009"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hosts import paused_settle
+from hosts import fuse_limits, paused_settle
 from hosts.paused_files import FilesUnavailable, PausedFiles
 from hosts.paused_settle import SUPERBLOCK_AT, SUPERBLOCK_BYTES, Settler, held_still, says_clean
 from tests.hosts.machine import needs_root
@@ -54,7 +54,7 @@ def fuse2fs_of(socket: Path) -> int:
     """Return the pid of the fuse2fs that serves by a socket."""
     init = int(socket.with_suffix(".pid").read_text().split()[0])
     for pid in processes_below(init):
-        if Path(f"/proc/{pid}/comm").read_text() == "fuse2fs\n":
+        if b"/image/disk" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     raise AssertionError("no fuse2fs")
 
@@ -129,6 +129,24 @@ async def test_what_was_closed_before_a_cut_is_not_written_into_it(
     assert before_ns == after_ns
     assert paused.close(volume_id)
     assert run("/usr/sbin/e2fsck", "-fn", image, check=False).returncode == 0
+
+
+async def test_files_open_where_the_limit_cannot_be_raised(
+    paused: PausedFiles,
+    volume_id: uuid.UUID,
+    image: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*args: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(fuse_limits, "let_wait", refuse)
+
+    paused.open(volume_id, image)
+
+    assert paused.is_open(volume_id)
+    assert "may be overtaken" in caplog.text
 
 
 async def test_a_cut_that_something_was_written_into_is_not_taken(
