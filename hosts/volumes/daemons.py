@@ -12,6 +12,7 @@ import re
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from hosts.volumes.errors import DaemonFailed
 
 START_TIMEOUT_S = 60
 ENDED_TIMEOUT_S = 10
+PIDFILE_TIMEOUT_S, PIDFILE_POLL_S = 10.0, 0.002
 SPARES_DIR = "spares"
 """Where those lie that were started ahead, below a host's run directory."""
 
@@ -28,9 +30,15 @@ _NAME_BYTES = 29
 
 
 def start_daemon(
-    command: Sequence[str], *, user: str | None, environment: Mapping[str, str]
+    command: Sequence[str], *, pidfile: Path, user: str | None, environment: Mapping[str, str]
 ) -> None:
     """Run a command that puts itself into the background once it is ready.
+
+    nbdkit writes its pidfile a little after that, by which time nobody must take it for one
+    that does not run: it would be started twice.
+
+    Args:
+        pidfile: which the command names, and the daemon writes.
 
     Raises:
         DaemonFailed: it did not become ready.
@@ -57,6 +65,11 @@ def start_daemon(
     if done.returncode:
         said = done.stderr.decode(errors="replace")[-_ERROR_TAIL:].strip()
         raise DaemonFailed(f"{command[0]} did not start: {said}")
+    until = time.monotonic() + PIDFILE_TIMEOUT_S
+    while daemon_pid(pidfile) is None:
+        if time.monotonic() > until:
+            raise DaemonFailed(f"{command[0]} ended as soon as it was ready.")
+        time.sleep(PIDFILE_POLL_S)
 
 
 def plain_environment() -> dict[str, str]:

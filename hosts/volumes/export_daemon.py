@@ -158,7 +158,7 @@ def start_export(pidfile: Path, socket: Path, parameter: str, *, user: str | Non
     """
     command = ["nbdkit", "--readonly", "-P", str(pidfile), "-U", str(socket)]
     command += ["-t", str(THREADS), "python", str(_PLUGIN), parameter]
-    start_daemon(command, user=user, environment=_python_environment())
+    start_daemon(command, pidfile=pidfile, user=user, environment=_python_environment())
 
 
 _PLUGIN = Path(__file__).resolve().with_name("export_plugin.py")

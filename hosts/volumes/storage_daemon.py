@@ -139,7 +139,12 @@ class StorageDaemon:
             command += ["--blockdev", json.dumps(node)]
         command += _socket_options(self._run_dir)
         command += ["--export", json.dumps(export)]
-        start_daemon(command, user=self._user, environment=plain_environment())
+        start_daemon(
+            command,
+            pidfile=self._pidfile,
+            user=self._user,
+            environment=plain_environment(),
+        )
 
     def _set_up(self, nodes: list[dict[str, Any]], export: dict[str, Any]) -> None:
         """Give a daemon without nodes, whose monitor is here already, what it is to serve."""
@@ -426,8 +431,9 @@ def start_empty(folder: Path, *, user: str | None) -> None:
     Raises:
         DaemonFailed: it did not start.
     """
-    command = [*_command(folder / PID_NAME), *_socket_options(folder)]
-    start_daemon(command, user=user, environment=plain_environment())
+    pidfile = folder / PID_NAME
+    command = [*_command(pidfile), *_socket_options(folder)]
+    start_daemon(command, pidfile=pidfile, user=user, environment=plain_environment())
 
 
 def _command(pidfile: Path) -> list[str]:

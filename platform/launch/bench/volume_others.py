@@ -1,9 +1,8 @@
 """What others do with a disk: the whole image up and down, and nbdkit's own S3 plugin."""
 
-import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -113,8 +112,9 @@ def _plugin(
 
 @contextmanager
 def _served_by_plugin(store: StoreConfig, folder: Path, size_bytes: int) -> Iterator[Path]:
-    socket = folder / "plugin.sock"
-    command = ["nbdkit", "-f", "-U", str(socket), "-t", str(PLUGIN_THREADS), "S3"]
+    socket, pidfile = folder / "plugin.sock", folder / "plugin.pid"
+    command = ["nbdkit", "-f", "-P", str(pidfile), "-U", str(socket)]
+    command += ["-t", str(PLUGIN_THREADS), "S3"]
     command += [f"endpoint-url={store.endpoint_url}", f"bucket={store.bucket}"]
     command += [f"key={store.prefix}plugin", f"size={size_bytes}"]
     command += [f"object-size={PLUGIN_OBJECT_BYTES}"]
@@ -130,12 +130,12 @@ def _served_by_plugin(store: StoreConfig, folder: Path, size_bytes: int) -> Iter
         command, env=environment, stdin=subprocess.DEVNULL, cwd=folder
     ) as server:
         try:
-            await_path(socket)
+            await_path(pidfile)  # which comes after it listens
             yield socket
         finally:
             server.terminate()
-    with suppress(FileNotFoundError):
-        os.unlink(socket)  # noqa: PTH108
+    for path in (socket, pidfile):
+        path.unlink(missing_ok=True)
 
 
 def _figures(samples: Samples, scale: Scale) -> Iterator[Figure]:
