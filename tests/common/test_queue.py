@@ -75,7 +75,7 @@ def test_a_waiting_consumer_has_a_message_when_it_comes(broker: PromptRedisBroke
     began = time.monotonic()
     waits = empty_handed(consumer)
 
-    assert waits == 1
+    assert waits <= 1
     assert time.monotonic() - began < LONG_MS / 1000 / 2
 
 
