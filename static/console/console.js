@@ -84,6 +84,7 @@
     yes.classList.toggle("btn-primary", !danger);
     dialog.returnValue = "no";
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+    held.asking = true;
     dialog.showModal();
   });
   const asked = (element) => ({
@@ -182,8 +183,8 @@
   const live = { socket: null, tries: 0, poll: null, pending: new Map(), asOf: new Date() };
   // What is shown is not replaced under a finger or behind a question: the button that was
   // pressed, or that asked, would be gone before the answer. It is fetched right after.
-  const held = { pressed: false, waiting: new Set() };
-  const isHeld = () => held.pressed || $("#confirm").open;
+  const held = { pressed: false, asking: false, waiting: new Set() };
+  const isHeld = () => held.pressed || held.asking;
   const isLive = (element) => element.matches("[data-live], [data-live-list]");
   const nameOf = (element) => (element.id ? `#${CSS.escape(element.id)}` : `[data-live="${CSS.escape(element.dataset.live)}"]`);
   const refreshList = () => { const whole = $("[data-live-list]"); if (whole) refresh(whole); };
@@ -212,7 +213,8 @@
   document.addEventListener("pointerdown", () => { held.pressed = true; }, true);
   for (const name of ["pointerup", "pointercancel", "dragend", "contextmenu"]) document.addEventListener(name, released, true);
   window.addEventListener("blur", released);
-  $("#confirm").addEventListener("close", () => setTimeout(release));
+  // The dialog is shut a moment before it says so, and only then is the answer acted on.
+  $("#confirm").addEventListener("close", () => setTimeout(() => { held.asking = false; release(); }));
   // A fetch that was on its way when the finger came down.
   document.addEventListener("htmx:beforeSwap", (event) => {
     const { elt, triggeringEvent } = event.detail.requestConfig;

@@ -154,6 +154,31 @@ def test_no_form_looks_sent_while_its_page_brings_itself_up_to_date(member: Pers
     member.has_lost(sandbox_id)
 
 
+def test_what_a_question_is_about_stays_until_its_answer_is_acted_on(member: Person) -> None:
+    member.open("/sandboxes/")
+    sandbox_id = claims(member)
+    member.open(f"/sandboxes/{sandbox_id}/settings/")
+    member.click("#head .actions button[hx-post$='/delete/']")
+    member.wait(lambda driver: driver.find_element(By.ID, "confirm-yes").is_displayed(), "it")
+
+    # The dialog shuts a moment before it says so: just then the head's answer comes.
+    is_replaced = member.run(
+        """
+        document.querySelector("#confirm").close("yes");
+        const requestConfig = { elt: document.querySelector(arguments[0]) };
+        requestConfig.triggeringEvent = { type: "sandbox:changed" };
+        const detail = { requestConfig, xhr: { status: 200 }, shouldSwap: true };
+        document.dispatchEvent(new CustomEvent("htmx:beforeSwap", { detail }));
+        return detail.shouldSwap;
+        """,
+        "#head",
+    )
+
+    assert not is_replaced
+    member.wait(lambda driver: driver.current_url.endswith("/sandboxes/"), "the list")
+    member.has_lost(sandbox_id)
+
+
 def texts_that_say_busy(member: Person) -> list[str]:
     """List what buttons say while what they sent is on its way."""
     texts = member.driver.find_elements(By.CSS_SELECTOR, ".when-busy")
