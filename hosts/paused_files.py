@@ -141,6 +141,8 @@ class PausedFiles:
             else:
                 self._path(volume_id, "image").write_text(str(image))
                 self._start(volume_id, image, show)
+            # Also of one whose worker died before it came to that.
+            self._let_all_wait(volume_id)
             return self.socket(volume_id)
 
     def close(self, volume_id: UUID) -> bool:
@@ -286,7 +288,6 @@ class PausedFiles:
             except BaseException as error:
                 failure = error
         if answer.get("ok") is True:
-            self._let_all_wait(volume_id)
             return
         self._give_up(volume_id)  # it waits for the lock
         if failure is not None:

@@ -21,7 +21,7 @@ from hosts.volumes.errors import DaemonFailed
 
 START_TIMEOUT_S = 60
 ENDED_TIMEOUT_S = 10
-PIDFILE_TIMEOUT_S, PIDFILE_POLL_S = 10.0, 0.002
+PIDFILE_TIMEOUT_S, PIDFILE_POLL_S = 30.0, 0.002
 SPARES_DIR = "spares"
 """Where those lie that were started ahead, below a host's run directory."""
 

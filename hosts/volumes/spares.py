@@ -230,16 +230,8 @@ class Spares:
     def _start(self) -> None:
         mine = f"{self._kind.sign}{secrets.token_hex(8)[1:]}"
         folder = self._folder / f"{code_stamp(self._user)}-{mine}"
-        pidfile = folder / self._kind.pid_name
         self._own_dir(folder, 0o700)
         self._kind.start(folder, self._user)
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while daemon_pid(pidfile) is None:
-            if time.monotonic() > deadline:
-                raise DaemonFailed(
-                    f"A spare {self._kind.name} does not say which process it is."
-                )
-            time.sleep(LOCK_POLL_S)
 
     def _end_all_but(self, kept: list[Path]) -> None:
         """End all spares but these, and delete the folders that no disk's daemon needs."""

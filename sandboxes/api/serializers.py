@@ -102,26 +102,8 @@ class EnvVarsField(serializers.DictField):
         return variables
 
 
-class StrictBooleanField(serializers.BooleanField):
-    """true or false, and no other words for them."""
-
-    def to_internal_value(self, data: Any) -> Any:
-        if not isinstance(data, bool):
-            self.fail("invalid", input=data)
-        return data
-
-
-class StrictIntegerField(serializers.IntegerField):
-    """A JSON number without a fraction."""
-
-    def to_internal_value(self, data: Any) -> Any:
-        if not isinstance(data, int) or isinstance(data, bool):
-            self.fail("invalid")
-        return super().to_internal_value(data)
-
-
-def _span(**kwargs: Any) -> StrictIntegerField:
-    return StrictIntegerField(min_value=0, max_value=MAX_SPAN_S, **kwargs)
+def _span(**kwargs: Any) -> serializers.IntegerField:
+    return serializers.IntegerField(min_value=0, max_value=MAX_SPAN_S, **kwargs)
 
 
 class Resources(StrictSerializer):
@@ -146,7 +128,7 @@ class ClaimConfig(StrictSerializer):
     resources = Resources(required=False)
     ttl = _span(default=0, help_text="Seconds until it is paused; 0 is never.")
     hard_ttl = _span(default=0, help_text="Seconds until it is deleted; 0 is never.")
-    auto_resume = StrictBooleanField(default=True)
+    auto_resume = serializers.BooleanField(default=True)
     services = NoServicesField(required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +149,7 @@ class UpdateConfig(StrictSerializer):
     resources = Resources(required=False)
     ttl = _span(required=False)
     hard_ttl = _span(required=False)
-    auto_resume = StrictBooleanField(required=False)
+    auto_resume = serializers.BooleanField(required=False)
     services = NoServicesField(required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +170,7 @@ class Update(StrictSerializer):
 class ExecutionState(StrictSerializer):
     """A pause or a resume."""
 
-    memory = StrictBooleanField(default=False)
+    memory = serializers.BooleanField(default=False)
 
     def validate_memory(self, value: bool) -> bool:
         if value:
@@ -201,7 +183,7 @@ class ExecutionState(StrictSerializer):
 class Refresh(StrictSerializer):
     """A refresh of a sandbox's deadlines."""
 
-    duration = StrictIntegerField(min_value=0, max_value=MAX_SPAN_S, required=False)
+    duration = serializers.IntegerField(min_value=0, max_value=MAX_SPAN_S, required=False)
 
 
 class SandboxFilter(serializers.Serializer[Sandbox]):
@@ -238,7 +220,7 @@ class Restore(StrictSerializer):
     """What a paused sandbox's disk is put back to: a snapshot, or a moment of its history."""
 
     snapshot_id = serializers.CharField(max_length=255, required=False)
-    generation = StrictIntegerField(min_value=0, max_value=2**31 - 1, required=False)
+    generation = serializers.IntegerField(min_value=0, max_value=2**31 - 1, required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         if len(attrs) != 1:
@@ -260,7 +242,7 @@ class Fork(ExecutionState):
     """A request for a sandbox that begins with this one's disk."""
 
     config = ForkConfig(required=False)
-    generation = StrictIntegerField(
+    generation = serializers.IntegerField(
         min_value=0,
         max_value=2**31 - 1,
         required=False,
@@ -285,7 +267,7 @@ class Rebase(StrictSerializer):
     """A move onto another base image."""
 
     target_base_artifact_digest = serializers.CharField(max_length=255)
-    rollback_ttl = StrictIntegerField(min_value=0, max_value=604_800, required=False)
+    rollback_ttl = serializers.IntegerField(min_value=0, max_value=604_800, required=False)
 
 
 class SpecOverrides(StrictSerializer):
@@ -369,8 +351,8 @@ class Cmd(StrictSerializer):
 class PtySize(StrictSerializer):
     """Rows and columns of a terminal."""
 
-    rows = StrictIntegerField(min_value=1, max_value=MAX_TERMINAL_SIDE)
-    cols = StrictIntegerField(min_value=1, max_value=MAX_TERMINAL_SIDE)
+    rows = serializers.IntegerField(min_value=1, max_value=MAX_TERMINAL_SIDE)
+    cols = serializers.IntegerField(min_value=1, max_value=MAX_TERMINAL_SIDE)
 
 
 class NewContext(StrictSerializer):
@@ -378,7 +360,7 @@ class NewContext(StrictSerializer):
 
     type = serializers.CharField(default="cmd", max_length=20)
     cmd = Cmd(required=False)
-    wait_until_done = StrictBooleanField(default=False)
+    wait_until_done = serializers.BooleanField(default=False)
     cwd = ExactCharField(required=False, max_length=MAX_PATH_CHARS)
     env_vars = EnvVarsField(required=False)
     pty_size = PtySize(required=False)

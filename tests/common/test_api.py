@@ -178,6 +178,7 @@ def test_a_body_that_is_too_large_is_413(alice: APIClient, url: str) -> None:
         ({"name": None}, {"name": "may not be null"}),
         ({"name": "a", "limits": {"ttl": "3"}}, {"limits.ttl": "valid integer"}),
         ({"name": "a", "limits": {"ttl": True}}, {"limits.ttl": "valid integer"}),
+        ({"name": "a", "limits": {"ttl": 3.0}}, {"limits.ttl": "valid integer"}),
         ({"name": "a", "limits": {"ttl": 3.5}}, {"limits.ttl": "valid integer"}),
         ({"name": "a", "tags": ["a", 5]}, {"tags": "Not a valid string"}),
         ({"name": "a", "open": "true"}, {"open": "valid boolean"}),

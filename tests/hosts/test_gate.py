@@ -231,6 +231,12 @@ async def test_what_a_session_says_at_once_reaches_a_volume_that_is_slow_to_open
     assert received == b"early"
 
 
+async def patient(connection: asyncssh.SSHClientConnection, patience: str) -> Any:
+    """Open a session on a volume that may come within so many milliseconds."""
+    variables = {VOLUME_VARIABLE: VOLUME, PATIENCE_VARIABLE: patience}
+    return await connection.open_session(subsystem="sftp", env=variables, encoding=None)
+
+
 async def test_a_session_with_patience_is_joined_to_a_volume_that_opens_meanwhile(
     tmp_path: Path,
 ) -> None:
@@ -239,11 +245,7 @@ async def test_a_session_with_patience_is_joined_to_a_volume_that_opens_meanwhil
         writer.close()
 
     async with world(tmp_path) as a_world, through(a_world) as connection:
-        writer, reader, _ = await connection.open_session(
-            subsystem="sftp",
-            env={VOLUME_VARIABLE: VOLUME, PATIENCE_VARIABLE: "5000"},
-            encoding=None,
-        )
+        writer, reader, _ = await patient(connection, "5000")
         writer.write(b"early")
         await asyncio.sleep(0.2)
         server = await asyncio.start_unix_server(echo, tmp_path / "files" / f"{VOLUME}.sock")
@@ -263,11 +265,7 @@ async def none_is_open(a_world: World) -> None:
 
 async def test_a_session_whose_patience_ends_ends_with_it(tmp_path: Path) -> None:
     async with world(tmp_path) as a_world, through(a_world) as connection:
-        writer, reader, _ = await connection.open_session(
-            subsystem="sftp",
-            env={VOLUME_VARIABLE: VOLUME, PATIENCE_VARIABLE: "200"},
-            encoding=None,
-        )
+        writer, reader, _ = await patient(connection, "200")
         writer.write(b"what an SFTP client says first")
 
         assert await asyncio.wait_for(reader.read(), 5) == b""
@@ -280,21 +278,13 @@ async def test_what_is_no_number_of_milliseconds_is_no_patience(
 ) -> None:
     async with world(tmp_path) as a_world, through(a_world) as connection:
         with pytest.raises(asyncssh.ChannelOpenError):
-            await connection.open_session(
-                subsystem="sftp",
-                env={VOLUME_VARIABLE: VOLUME, PATIENCE_VARIABLE: patience},
-                encoding=None,
-            )
+            await patient(connection, patience)
 
 
 async def test_patience_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "MAX_PATIENCE_S", 0.2)
     async with world(tmp_path) as a_world, through(a_world) as connection:
-        _, reader, _ = await connection.open_session(
-            subsystem="sftp",
-            env={VOLUME_VARIABLE: VOLUME, PATIENCE_VARIABLE: "999999"},
-            encoding=None,
-        )
+        _, reader, _ = await patient(connection, "999999")
 
         assert await asyncio.wait_for(reader.read(), 5) == b""
 

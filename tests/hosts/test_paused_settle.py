@@ -149,6 +149,28 @@ async def test_files_open_where_the_limit_cannot_be_raised(
     assert "may be overtaken" in caplog.text
 
 
+def test_the_limit_is_raised_for_one_whose_worker_died_before_it_was(
+    paused: PausedFiles, volume_id: uuid.UUID, image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[int] = []
+
+    def die(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    def raise_it(pid: int, mountpoint: str, count: int) -> None:
+        raised.append(pid)
+
+    monkeypatch.setattr(fuse_limits, "let_wait", die)
+    with pytest.raises(KeyboardInterrupt):
+        paused.open(volume_id, image)
+    assert paused.is_open(volume_id)
+
+    monkeypatch.setattr(fuse_limits, "let_wait", raise_it)
+    socket = paused.open(volume_id, image)
+
+    assert raised == [int(socket.with_suffix(".pid").read_text().split()[0])]
+
+
 async def test_a_cut_that_something_was_written_into_is_not_taken(
     paused: PausedFiles, volume_id: uuid.UUID, image: Path
 ) -> None:

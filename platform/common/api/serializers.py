@@ -13,8 +13,9 @@ class StrictSerializer(serializers.Serializer[Any]):
     """Refuses unknown fields, naming each: a typo, or a feature that is not there yet.
 
     Of a JSON body it refuses values of another type, too, where REST framework would take a
-    number for a text: `name: 5`, `memory_mb: "512"`, `network: "yes"`. A nested serializer must
-    be strict as well; its fields are named by their path.
+    number for a text: `name: 5`, `ttl: "512"`, `ttl: 5.0`, `auto_resume: "yes"`.
+
+    A nested serializer must be strict as well; its fields are named by their path.
     """
 
     def to_internal_value(self, data: Any) -> Any:
@@ -51,7 +52,7 @@ def _has_type_of(field: Field, value: Any) -> bool:
         case serializers.BooleanField():
             return isinstance(value, bool)
         case serializers.IntegerField():
-            return isinstance(value, int | float) and not isinstance(value, bool)
+            return isinstance(value, int) and not isinstance(value, bool)
         case serializers.CharField():
             return isinstance(value, str)
     return True

@@ -11,9 +11,11 @@ import pytest
 from django.conf import settings
 from django.utils import timezone
 
+from accounts.models import Role, Team, User
 from hosts.models import Volume
 from sandboxes import access, services
 from sandboxes.models import Sandbox
+from tests.conftest import make_key
 from tests.fakes.guest_link import ADDRESS, LocalGuest
 
 State = Sandbox.State
@@ -136,16 +138,37 @@ def test_one_that_will_not_run_is_refused(
     assert code_of(http.get(f"/sandboxes/{sandbox.id}/files/list?path=/")) == answer
 
 
+@pytest.fixture
+def asleep(make_sandbox: Make) -> Sandbox:
+    return make_sandbox(State.PAUSED, auto_resume=False, address=ADDRESS)
+
+
+def test_a_stranger_who_asks_for_its_files_has_nothing_opened(
+    url: str, asleep: Sandbox, mallorys_team: Team, mallory_user: User
+) -> None:
+    _, secret = make_key(mallorys_team, mallory_user, Role.ADMIN, Role.DEVELOPER)
+    headers = {"Authorization": f"Bearer {secret}"}
+    with httpx.Client(base_url=f"{url}/api/v1", headers=headers, timeout=60) as stranger:
+        answers = [
+            stranger.get(f"/sandboxes/{asleep.id}/files", params={"path": "/etc/hostname"}),
+            stranger.get(f"/sandboxes/{asleep.id}/files/list", params={"path": "/"}),
+            stranger.post(f"/sandboxes/{asleep.id}/files", params={"path": "/x"}, content=b"x"),
+        ]
+
+    assert {code_of(answer) for answer in answers} == {(404, "not_found")}
+    asleep.volume.refresh_from_db()
+    assert asleep.volume.attached_host is None
+
+
 def test_files_of_a_paused_one_are_had_before_it_is_recorded_that_they_are_open(
     http: httpx.Client,
-    make_sandbox: Make,
+    asleep: Sandbox,
     guest: LocalGuest,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(access, "AT_THE_GATE_S", 60.0)
-    sandbox = make_sandbox(State.PAUSED, auto_resume=False, address=ADDRESS)
-    volume = sandbox.volume
+    volume = asleep.volume
     (folder / "f").write_bytes(b"asleep")
     asked: list[str] = []
 
@@ -157,23 +180,22 @@ def test_files_of_a_paused_one_are_had_before_it_is_recorded_that_they_are_open(
 
     monkeypatch.setattr(services, "request_files", open_files)
 
-    read = http.get(f"/sandboxes/{sandbox.id}/files", params={"path": f"{folder}/f"})
+    read = http.get(f"/sandboxes/{asleep.id}/files", params={"path": f"{folder}/f"})
     guest.drop_paused_files(volume.id.hex)
 
     assert (read.status_code, read.content) == (200, b"asleep")
-    assert asked == [sandbox.id]
+    assert asked == [asleep.id]
 
 
 def test_files_that_do_not_open_in_time_are_waited_for_the_long_way(
     http: httpx.Client,
-    make_sandbox: Make,
+    asleep: Sandbox,
     guest: LocalGuest,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(access, "AT_THE_GATE_S", 0.3)
-    sandbox = make_sandbox(State.PAUSED, auto_resume=False, address=ADDRESS)
-    volume = sandbox.volume
+    volume = asleep.volume
     (folder / "f").write_bytes(b"asleep")
     # As while e2fsck runs: there is a socket, and nobody answers.
     silent = socket.socket(socket.AF_UNIX)
@@ -196,7 +218,7 @@ def test_files_that_do_not_open_in_time_are_waited_for_the_long_way(
 
     monkeypatch.setattr(services, "request_files", open_files)
 
-    read = http.get(f"/sandboxes/{sandbox.id}/files", params={"path": f"{folder}/f"})
+    read = http.get(f"/sandboxes/{asleep.id}/files", params={"path": f"{folder}/f"})
     guest.drop_paused_files(volume.id.hex)
 
     assert (read.status_code, read.content) == (200, b"asleep")
@@ -205,13 +227,12 @@ def test_files_that_do_not_open_in_time_are_waited_for_the_long_way(
 
 def test_files_of_a_paused_one_are_served_without_waking_it(
     http: httpx.Client,
-    make_sandbox: Make,
+    asleep: Sandbox,
     guest: LocalGuest,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sandbox = make_sandbox(State.PAUSED, auto_resume=False, address=ADDRESS)
-    volume = sandbox.volume
+    volume = asleep.volume
     asked: list[str] = []
 
     def open_files(*, sandbox: Sandbox) -> None:
@@ -225,7 +246,7 @@ def test_files_of_a_paused_one_are_served_without_waking_it(
             )
 
     monkeypatch.setattr(services, "request_files", open_files)
-    url = f"/sandboxes/{sandbox.id}/files"
+    url = f"/sandboxes/{asleep.id}/files"
 
     written = http.post(url, params={"path": f"{folder}/f"}, content=b"asleep")
     read = http.get(url, params={"path": f"{folder}/f"})
@@ -236,5 +257,5 @@ def test_files_of_a_paused_one_are_served_without_waking_it(
 
     assert written.status_code == 200
     assert (folder / "f").read_bytes() == read.content == after.content == b"asleep"
-    sandbox.refresh_from_db()
-    assert sandbox.state == State.PAUSED
+    asleep.refresh_from_db()
+    assert asleep.state == State.PAUSED
